@@ -7,7 +7,7 @@ import torch
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.tables.loader import load_table
-from isopos.lab.tasks.attentions import LONGEST, OTHERS, PACKAGED, Linformer
+from isopos.lab.tasks.attentions import BASELINES, LONGEST, PACKAGED, Linformer
 from isopos.lab.tasks.bidirectional import Bidirectional
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.images import Images
@@ -20,7 +20,7 @@ from isopos.spec import split_spec
 LENGTH, T = 37, 21
 
 
-@pytest.fixture(params=OTHERS)
+@pytest.fixture(params=BASELINES)
 def other(request):
     if request.param in PACKAGED:
         pytest.importorskip("transformers", reason="needs the extra peers")
@@ -139,7 +139,7 @@ def test_the_rows_of_the_papers():
     for name in ("permuteformer-1", "permuteformer-2", "permuteformer-3"):
         table = load_table(name)
         rows = [table.row(row) for row in ("Reformer", "Linformer", "Nyströmformer")]
-        assert {split_spec(row.scheme)[1]["attention"] for row in rows} == set(OTHERS)
+        assert {split_spec(row.scheme)[1]["attention"] for row in rows} == set(BASELINES)
         assert all(row.figures for row in rows)
 
 

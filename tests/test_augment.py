@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from isopos.lab.data import augment
-from isopos.lab.data.augment import CIFAR10, OPERATIONS, POLICIES, erased, mixed, scaled
+from isopos.lab.data.augment import CIFAR10, OPERATIONS, POLICIES, erase, mix, random_crop
 
 RANDOM = np.random.default_rng(0).integers(20, 200, (6, 7, 3)).astype(np.uint8)
 RAMP = np.fromfunction(lambda y, x: 20 + 4 * y + 6 * x, (16, 20))
@@ -139,7 +139,7 @@ def test_amounts_of_randaugment_are_in_their_ranges(monkeypatch):
             assert abs(np.abs(values).mean() / whole - 0.9) < 0.02
 
 
-@pytest.mark.parametrize("change", [*POLICIES.values(), scaled])
+@pytest.mark.parametrize("change", [*POLICIES.values(), random_crop])
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_changes_are_functions_of_random_numbers_and_keep_size_and_mode(change, mode):
     image = Image.fromarray(RANDOM).convert(mode)
@@ -155,7 +155,7 @@ def test_changes_are_functions_of_random_numbers_and_keep_size_and_mode(change, 
 def test_scaled_parts_are_planes_of_a_plane_within_its_range():
     image, random, steps = Image.fromarray(RAMP.astype(np.uint8)), np.random.default_rng(0), []
     for _ in range(50):
-        pixels = np.asarray(scaled(image, random)).astype(float)
+        pixels = np.asarray(random_crop(image, random)).astype(float)
         assert RAMP.min() - 1 <= pixels.min() < pixels.max() <= RAMP.max() + 1
         inner = pixels[4:-4, 4:-4]
         steps.append((np.diff(inner, axis=0).mean() / 4, np.diff(inner, axis=1).mean() / 6))  # share of height, of width
@@ -169,7 +169,7 @@ def test_erased_pixels_are_a_rectangle_of_noise():
     pixels, random = np.zeros((3, 24, 20), np.uint8), np.random.default_rng(0)
     noise, shares = [], []
     for _ in range(200):
-        found = erased(pixels, random)
+        found = erase(pixels, random)
         assert not pixels.any()
         place = np.argwhere(found.any(0))
         (top, left), (bottom, right) = place.min(0), place.max(0) + 1
@@ -180,12 +180,12 @@ def test_erased_pixels_are_a_rectangle_of_noise():
     values = np.concatenate(noise).astype(float)
     assert abs(values.mean() - 128) < 1
     assert abs(values.std() - 58) < 2
-    assert erased(np.zeros((1, 1, 1), np.uint8), np.random.default_rng(0)).shape == (1, 1, 1)
+    assert erase(np.zeros((1, 1, 1), np.uint8), np.random.default_rng(0)).shape == (1, 1, 1)
 
 
 def test_mixup_is_a_weighted_sum_of_pairs():
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 5, 6)).astype(np.uint8)
-    found, targets = mixed(pixels, np.array([0, 1, 2, 2]), 3, 0.8, 0.0, np.random.default_rng(3))
+    found, targets = mix(pixels, np.array([0, 1, 2, 2]), 3, 0.8, 0.0, np.random.default_rng(3))
     share = np.random.default_rng(3).beta(0.8, 0.8)
     other = pixels[[1, 0, 3, 2]]
     assert found.dtype == np.uint8
@@ -197,7 +197,7 @@ def test_mixup_is_a_weighted_sum_of_pairs():
 def test_cutmix_puts_a_rectangle_of_the_other_in():
     pixels, shares = np.stack([np.full((1, 12, 10), n, np.uint8) for n in range(4)]), []
     for seed in range(60):
-        found, targets = mixed(pixels, np.arange(4), 4, 0.0, 1.0, np.random.default_rng(seed))
+        found, targets = mix(pixels, np.arange(4), 4, 0.0, 1.0, np.random.default_rng(seed))
         for n, other in enumerate((1, 0, 3, 2)):
             assert {*found[n].flat} <= {n, other}
             kept = (found[n] == n).mean()
@@ -215,7 +215,7 @@ def test_both_kinds_of_mixing_take_turns_at_random_and_an_odd_one_out_stays():
     pixels = np.stack([np.full((1, 8, 8), n, np.uint8) for n in (0, 100, 200)])
     cut = 0
     for seed in range(200):
-        found, targets = mixed(pixels, np.arange(3), 3, 0.8, 1.0, np.random.default_rng(seed))
+        found, targets = mix(pixels, np.arange(3), 3, 0.8, 1.0, np.random.default_rng(seed))
         cut += {*found[0].flat} <= {0, 100}
         assert np.array_equal(found[2], pixels[2])
         assert np.allclose(targets.sum(1), 1, atol=1e-6)

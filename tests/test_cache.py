@@ -40,8 +40,8 @@ def test_where_the_cache_is(variables, expected, monkeypatch):
 
 def test_a_folder_is_built_once(tmp_path):
     calls = []
-    first = cache.prepared(tmp_path / "new", "key", write("a", calls))
-    assert cache.prepared(tmp_path / "new", "key", write("b", calls)) == first == tmp_path / "new" / "key"
+    first = cache.cached_folder(tmp_path / "new", "key", write("a", calls))
+    assert cache.cached_folder(tmp_path / "new", "key", write("b", calls)) == first == tmp_path / "new" / "key"
     assert (first / "text").read_text() == "a"
     assert len(calls) == 1
     assert folders(tmp_path / "new") == ["key"]
@@ -53,7 +53,7 @@ def test_a_failure_leaves_nothing(tmp_path):
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        cache.prepared(tmp_path, "key", fail)
+        cache.cached_folder(tmp_path, "key", fail)
     assert folders(tmp_path) == []
 
 
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_is_removed_and_other_keys_stay(tmp_path):
     for name in (".key-killed", ".other-busy"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text").write_text("half")
-    assert (cache.prepared(tmp_path, "key", write("whole")) / "text").read_text() == "whole"
+    assert (cache.cached_folder(tmp_path, "key", write("whole")) / "text").read_text() == "whole"
     assert sorted(folders(tmp_path)) == [".other-busy", "key"]
 
 
@@ -73,8 +73,8 @@ def test_others_wait_and_do_not_build(tmp_path):
         assert go_on.wait(10)
         write("first", calls)(folder)
 
-    first = threading.Thread(target=lambda: found.append(cache.prepared(tmp_path, "key", slow)))
-    second = threading.Thread(target=lambda: found.append(cache.prepared(tmp_path, "key", write("second", calls))))
+    first = threading.Thread(target=lambda: found.append(cache.cached_folder(tmp_path, "key", slow)))
+    second = threading.Thread(target=lambda: found.append(cache.cached_folder(tmp_path, "key", write("second", calls))))
     first.start()
     assert begun.wait(10)
     second.start()
@@ -91,7 +91,7 @@ def test_a_value_is_remembered_while_its_stamp_stays(tmp_path):
     made = []
 
     def ask(stamp):
-        return cache.remembered(tmp_path, "key", stamp, list[int], lambda: made.append(stamp) or [stamp, len(made)])
+        return cache.cached_value(tmp_path, "key", stamp, list[int], lambda: made.append(stamp) or [stamp, len(made)])
 
     assert [ask(1), ask(1), ask(2), ask(2)] == [[1, 1], [1, 1], [2, 2], [2, 2]]
     for damage in ("", "[]", "{", '{"stamp": 2}'):

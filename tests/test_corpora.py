@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from isopos.lab.data import corpora, prepare, sources
-from isopos.lab.data.corpora import Corpus, load
+from isopos.lab.data.corpora import Corpus, load_corpus
 from isopos.lab.data.sources import whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Words, load_tokenizer
 
@@ -66,7 +66,7 @@ def tarred(path, books, suffix="txt"):
 
 def test_a_folder_is_read_in_sorted_order_and_any_byte_counts(folder, cache):
     whole = b"first " * 200 + bytes(range(256)) * 2
-    read = load(str(folder), 8)
+    read = load_corpus(str(folder), 8)
     assert bytes(read.train) + bytes(read.validation) == whole
     assert read.sha256 == hashlib.sha256(whole).hexdigest()
     assert len(read.validation) == len(whole) // 10
@@ -76,13 +76,13 @@ def test_a_folder_is_read_in_sorted_order_and_any_byte_counts(folder, cache):
 
 
 def test_the_default_text_is_the_language_reference():
-    read = load("", 256)
+    read = load_corpus("", 256)
     assert len(read.train) > 300_000
     assert b"statement" in bytes(read.validation)
 
 
 def test_batches_are_pure_functions_of_seed_and_step(folder):
-    read = load(str(folder), 8)
+    read = load_corpus(str(folder), 8)
     tokens, targets = read.batch(0, 5, 4, 8)
     again = read.batch(0, 5, 4, 8)
     assert tokens.shape == targets.shape == (4, 8)
@@ -155,12 +155,12 @@ def test_what_cannot_be_read_is_refused(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load(str(path), 8)
+        load_corpus(str(path), 8)
 
 
 def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is empty"):
-        load(str(tmp_path), 8)
+        load_corpus(str(tmp_path), 8)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
@@ -172,7 +172,7 @@ def test_the_names_of_files_make_the_splits(tmp_path, tokenizer):
         (path / f"wiki.{name}.tokens").write_text(text)
     (path / "LICENSE.md").write_text("of no split")
     packed = zipped(tmp_path / "wiki.zip", **parts)
-    one, other = (load(str(source), 2, tokenizer=tokenizer) for source in (path, packed))
+    one, other = (load_corpus(str(source), 2, tokenizer=tokenizer) for source in (path, packed))
     for read in (one, other):
         texts = [read.tokenizer.decode(read.split(split)).replace(" \n", "\n") for split in corpora.SPLITS]
         if tokenizer == "bytes":
@@ -185,20 +185,20 @@ def test_the_names_of_files_make_the_splits(tmp_path, tokenizer):
 def test_files_of_splits_without_a_train_file_are_refused(tmp_path):
     path = zipped(tmp_path / "wiki.zip", valid="a b", test="c d")
     with pytest.raises(ValueError, match=r"expected a file of train beside .*wiki.test.tokens, .*got none"):
-        load(path, 2)
+        load_corpus(path, 2)
 
 
 def test_code_is_no_split(tmp_path):
     (tmp_path / "train.py").write_text("x = 1\n" * 20)
     (tmp_path / "val.py").write_text("y = 1\n" * 20)
-    assert len(load(str(tmp_path), 4).train) == 216
+    assert len(load_corpus(str(tmp_path), 4).train) == 216
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
 def test_packed_files_are_read_as_streams(tmp_path, suffix):
     path = tmp_path / f"text.txt{suffix}"
     path.write_bytes({".gz": gzip, ".xz": lzma, ".bz2": bz2}[suffix].compress(PROSE.encode()))
-    read = load(str(path), 8)
+    read = load_corpus(str(path), 8)
     assert read.tokenizer.decode(read.train) + read.tokenizer.decode(read.validation) == PROSE
     assert len(read.validation) == pytest.approx(len(PROSE.encode()) / 10, abs=60)
     assert isinstance(read.train, np.memmap)
@@ -209,21 +209,21 @@ def books(count=30):
 
 
 def test_books_are_whole_and_in_one_split(tmp_path):
-    read = load(tarred(tmp_path / "novels.tar.xz", books()), 8)
+    read = load_corpus(tarred(tmp_path / "novels.tar.xz", books()), 8)
     held = [read.tokenizer.decode(read.split(split)) for split in corpora.SPLITS]
     assert [text.count("\nand") for text in held] == [28 * 3, 3, 3]
     assert "\r" not in "".join(held)
     assert "".join(held).count("\ufeff") == 30 * 2  # those within a book
     numbers = [{line.split()[1] for line in text.splitlines() if line.startswith("book")} for text in held]
     assert sum(map(len, numbers)) == len(set.union(*numbers)) == 30
-    assert load(tarred(tmp_path / "renamed.tar.xz", dict(reversed(books().items()))), 8).validation.tolist() == (
+    assert load_corpus(tarred(tmp_path / "renamed.tar.xz", dict(reversed(books().items()))), 8).validation.tolist() == (
         read.validation.tolist()
     )
 
 
 def test_two_books_are_too_few(tmp_path):
     with pytest.raises(ValueError, match="expected one text or at least 3"):
-        load(tarred(tmp_path / "two.tar.xz", books(2)), 8)
+        load_corpus(tarred(tmp_path / "two.tar.xz", books(2)), 8)
 
 
 def test_byte_order_marks_and_crlf_go_wherever_blocks_end(tmp_path):
@@ -240,7 +240,7 @@ def test_rows_of_csv_are_lines(tmp_path):
     for name in ("train", "valid"):
         rows = '""\n" = Title = \n"\n" said ""so"" , \n"\nplain\n' * 9
         (tmp_path / f"x.{name}.csv.gz").write_bytes(gzip.compress(rows.encode()))
-    read = load(str(tmp_path), 8)
+    read = load_corpus(str(tmp_path), 8)
     assert read.tokenizer.decode(read.train) == '\n = Title = \n said "so" , \nplain\n' * 9
 
 
@@ -258,7 +258,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, name):
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load(str(tmp_path / name), 8)
+        load_corpus(str(tmp_path / name), 8)
 
 
 def test_words_that_are_no_utf8_are_named_with_file_and_line(tmp_path, cache):
@@ -266,14 +266,14 @@ def test_words_that_are_no_utf8_are_named_with_file_and_line(tmp_path, cache):
     lines[1_234] = b"caf\xe9"
     (tmp_path / "latin.txt").write_bytes(b"\n".join(lines))
     with pytest.raises(ValueError, match=r"latin.txt, line 1235: expected UTF-8, got the byte 0xe9; repair it"):
-        load(str(tmp_path / "latin.txt"), 8, tokenizer="words")
+        load_corpus(str(tmp_path / "latin.txt"), 8, tokenizer="words")
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_words_are_as_wikitext_counts_them(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("b a <eos> a\n\na c\n" * 12)
-    read = load(str(path), 4, tokenizer="words")
+    read = load_corpus(str(path), 4, tokenizer="words")
     assert read.tokenizer.words == ("<eos>", "a", "b", "c", "<unk>")
     whole = np.concatenate([read.train, read.validation])
     assert whole.dtype == np.uint8
@@ -284,11 +284,11 @@ def test_words_are_as_wikitext_counts_them(tmp_path):
 def test_a_tokenizer_that_is_there_serves_another_text(tmp_path):
     (tmp_path / "a.txt").write_text("one two three\n" * 20)
     (tmp_path / "b.txt").write_text("three two four\n" * 20)
-    first = load(str(tmp_path / "a.txt"), 4, tokenizer="words")
-    second = load(str(tmp_path / "b.txt"), 4, tokenizer=first.tokenizer)
+    first = load_corpus(str(tmp_path / "a.txt"), 4, tokenizer="words")
+    second = load_corpus(str(tmp_path / "b.txt"), 4, tokenizer=first.tokenizer)
     assert second.tokenizer.decode(second.train[:4]) == "three two <unk> \n"
     with pytest.raises(ValueError, match=r"or <unk> for others, got 'four'; learn .* \(in .*b.txt, from line 1 on\)"):
-        load(str(tmp_path / "b.txt"), 4, tokenizer=Words(["<eos>", "two", "three"]))
+        load_corpus(str(tmp_path / "b.txt"), 4, tokenizer=Words(["<eos>", "two", "three"]))
 
 
 def test_bad_settings(tmp_path):
@@ -298,7 +298,7 @@ def test_bad_settings(tmp_path):
         ({"tokenizer": "words", "vocabulary": 1}, "vocabulary: expected at least 2 words"),
     ):
         with pytest.raises(ValueError, match=message):
-            load("", 8, **settings)
+            load_corpus("", 8, **settings)
 
 
 def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cache, monkeypatch):
@@ -306,32 +306,32 @@ def test_preparation_is_done_once_and_again_when_the_text_changes(tmp_path, cach
     path.write_text(PROSE)
     monkeypatch.setattr(prepare, "survey", lambda *a, f=prepare.survey: reads.append("survey") or f(*a))
     monkeypatch.setattr(corpora._Text, "write", lambda *a, f=corpora._Text.write: reads.append("build") or f(*a))
-    first = load(str(path), 8, tokenizer="words")
-    again = load(str(path), 8, tokenizer="words")
+    first = load_corpus(str(path), 8, tokenizer="words")
+    again = load_corpus(str(path), 8, tokenizer="words")
     assert reads == ["survey", "build"]
     assert again.sha256 == first.sha256
     assert again.train.tolist() == first.train.tolist()
     monkeypatch.chdir(tmp_path)  # another name
-    assert load("text.txt", 8, tokenizer="words").sha256 == first.sha256
+    assert load_corpus("text.txt", 8, tokenizer="words").sha256 == first.sha256
     assert reads == ["survey", "build", "survey"]
     reads.pop()
     os.utime(path, ns=(0, 0))  # a look, but the same text
-    assert load(str(path), 8, tokenizer="words").sha256 == first.sha256
+    assert load_corpus(str(path), 8, tokenizer="words").sha256 == first.sha256
     assert reads == ["survey", "build", "survey"]
-    assert load(str(path), 8, tokenizer="words", vocabulary=9).vocabulary == 9
+    assert load_corpus(str(path), 8, tokenizer="words", vocabulary=9).vocabulary == 9
     assert reads == ["survey", "build", "survey", "build"]
     path.write_text(PROSE + PROSE)
-    assert load(str(path), 8, tokenizer="words").sha256 != first.sha256
+    assert load_corpus(str(path), 8, tokenizer="words").sha256 != first.sha256
     assert reads[4:] == ["survey", "build"]
 
 
 def test_a_saved_tokenizer_finds_the_tokens_that_are_there(tmp_path, cache, monkeypatch):
     path = tmp_path / "text.txt"
     path.write_text(PROSE)
-    first = load(str(path), 8, tokenizer="words", vocabulary=20)
+    first = load_corpus(str(path), 8, tokenizer="words", vocabulary=20)
     first.tokenizer.save(tmp_path)
     monkeypatch.setattr(corpora._Text, "parts", None)  # not again
-    again = load(str(path), 8, tokenizer=load_tokenizer(tmp_path))
+    again = load_corpus(str(path), 8, tokenizer=load_tokenizer(tmp_path))
     assert again.sha256 == first.sha256
     assert again.train.tolist() == first.train.tolist()
 
@@ -341,14 +341,14 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, 
     path.write_text(PROSE)
     monkeypatch.setattr(corpora, "_encoded", lambda *a, f=corpora._encoded: (path.write_text("other"), f(*a))[1])
     with pytest.raises(ValueError, match="to stay as it is while it is read"):
-        load(str(path), 8, tokenizer="words")
+        load_corpus(str(path), 8, tokenizer="words")
     assert not list(cache.glob("stream-*/"))
 
 
 def test_a_large_plain_text_is_mapped_with_the_same_result(tmp_path, monkeypatch, folder):
-    small = load(str(folder), 8)
+    small = load_corpus(str(folder), 8)
     monkeypatch.setattr(corpora, "SMALL", 100)
-    large = load(str(folder), 8)
+    large = load_corpus(str(folder), 8)
     assert isinstance(large.train, np.memmap)
     assert large.sha256 == small.sha256
     assert large.train.tolist() == small.train.tolist()
@@ -358,25 +358,25 @@ def test_a_large_plain_text_is_mapped_with_the_same_result(tmp_path, monkeypatch
 def test_a_damaged_cache_is_noticed(tmp_path, cache):
     path = tmp_path / "text.txt"
     path.write_text(PROSE)
-    load(str(path), 8, tokenizer="words")
+    load_corpus(str(path), 8, tokenizer="words")
     (stream,) = cache.glob("*/train.bin")
     stream.write_bytes(stream.read_bytes()[:-1])
     with pytest.raises(
         ValueError, match=r"train\.bin: its content is not what was written; remove .*, and it is prepared again"
     ):
-        load(str(path), 8, tokenizer="words")
+        load_corpus(str(path), 8, tokenizer="words")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(PROSE)
     with pytest.raises(ValueError, match=r"cache: cannot write .*; ISOPOS_CACHE names another folder"):
-        load(str(tmp_path / "text.txt"), 8, tokenizer="words", cache=tmp_path / "text.txt" / "below")
+        load_corpus(str(tmp_path / "text.txt"), 8, tokenizer="words", cache=tmp_path / "text.txt" / "below")
 
 
 def test_progress_is_shown_on_a_console(tmp_path):
     (tmp_path / "text.txt").write_text(PROSE)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    load(str(tmp_path / "text.txt"), 8, tokenizer="words", console=console)
+    load_corpus(str(tmp_path / "text.txt"), 8, tokenizer="words", console=console)
     for stage in ("reading", "learning the vocabulary", "writing tokens"):
         assert stage in console.file.getvalue()
 
@@ -384,7 +384,7 @@ def test_progress_is_shown_on_a_console(tmp_path):
 PREPARE = """
 import sys
 from isopos.lab.data import corpora
-read = corpora.load(sys.argv[1], 8, tokenizer="words")
+read = corpora.load_corpus(sys.argv[1], 8, tokenizer="words")
 print(read.sha256, len(read.train), int(read.train.sum()))
 """
 
@@ -401,7 +401,7 @@ def test_processes_that_start_at_once_prepare_one_folder(tmp_path, cache):
     path.write_text(PROSE * 300)
     found = [process.communicate() for process in [_start(path) for _ in range(3)]]
     assert len(set(found)) == 1, found
-    assert found[0][0].split()[1] == str(len(load(str(path), 8, tokenizer="words").train))
+    assert found[0][0].split()[1] == str(len(load_corpus(str(path), 8, tokenizer="words").train))
     assert len(list(cache.glob("*/train.bin"))) == len(list(cache.glob("*/tokenizer.json"))) == 1
 
 
@@ -416,13 +416,13 @@ def test_a_killed_preparation_leaves_nothing_that_counts(tmp_path, cache):
     process.communicate()
     assert list(cache.glob(".*/train.bin"))
     assert not list(cache.glob("[!.]*/train.bin"))
-    assert len(load(str(path), 8, tokenizer="words").train) > 2_000_000
+    assert len(load_corpus(str(path), 8, tokenizer="words").train) > 2_000_000
     assert not list(cache.glob(".*/train.bin"))
 
 
 def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monkeypatch):
     path = zipped(tmp_path / "wiki.zip", train=PROSE, valid="line of a text\nqqqq\n" * 9, test="café")
-    read = load(path, 8, tokenizer="bpe", vocabulary=300)
+    read = load_corpus(path, 8, tokenizer="bpe", vocabulary=300)
     assert read.vocabulary == 300
     assert read.train.dtype == np.uint16
     assert read.tokenizer.decode(read.train) == PROSE
@@ -431,7 +431,7 @@ def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monke
     assert len(read.tokenizer.encode(" text")) == 1
     assert len(read.tokenizer.encode("qqqq")) == 4
     monkeypatch.setattr(BPE, "learn", None)  # not again
-    again = load(path, 8, tokenizer="bpe", vocabulary=300)
+    again = load_corpus(path, 8, tokenizer="bpe", vocabulary=300)
     assert again.train.tolist() == read.train.tolist()
     again.tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).encode(PROSE).tolist() == read.train.tolist()
@@ -458,33 +458,33 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_rows_of_datasets_are_lines_of_its_splits(hub):
-    read = load(f"hf:{hub}", 8)
+    read = load_corpus(f"hf:{hub}", 8)
     assert [read.tokenizer.decode(read.split(split)) for split in corpora.SPLITS] == [
         "\n = Title = \n some words \n" * 50,
         " held out \n" * 9,
         "no end\n" * 9,
     ]
-    words = load(f"hf:{hub}:default", 8, tokenizer="words")
+    words = load_corpus(f"hf:{hub}:default", 8, tokenizer="words")
     assert words.tokenizer.decode(words.train[:4]) == "\n= Title = "
 
 
 def test_a_dataset_of_one_split_holds_its_tail_out(hub):
     (hub / "validation.parquet").unlink()
     (hub / "test.parquet").unlink()
-    read = load(f"hf:{hub}", 8)
+    read = load_corpus(f"hf:{hub}", 8)
     assert len(read.train) + len(read.validation) == 50 * len("\n = Title = \n some words \n")
     assert not len(read.test)
 
 
 def test_bad_datasets(hub, tmp_path):
     with pytest.raises(ValueError, match=r"expected hf:NAME or hf:NAME:CONFIG .* gave \w+: "):
-        load(f"hf:{tmp_path / 'absent'}", 8)
+        load_corpus(f"hf:{tmp_path / 'absent'}", 8)
     import datasets
 
     (tmp_path / "other").mkdir()
     datasets.Dataset.from_dict({"sentence": ["a"] * 9, "label": [1] * 9}).to_csv(tmp_path / "other" / "train.csv")
     with pytest.raises(ValueError, match=r"expected a column text in .*, split train, got .*sentence, label"):
-        load(f"hf:{tmp_path / 'other'}", 8)
+        load_corpus(f"hf:{tmp_path / 'other'}", 8)
 
 
 MEMORY = """
@@ -494,7 +494,7 @@ words = [f"word{n:05}" for n in range(50_000)]
 with open(sys.argv[1], "w") as file:
     for n in range(int(sys.argv[2])):
         file.write(" ".join(words[(n * 97 + k * k) % 50_000] for k in range(50)) + "\\n")
-read = corpora.load(sys.argv[1], 512, tokenizer="words")
+read = corpora.load_corpus(sys.argv[1], 512, tokenizer="words")
 for step in range(100):
     read.batch(0, step, 8, 512)
 unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
@@ -529,7 +529,7 @@ def real(name):
 
 
 def test_wikitext_2_has_its_known_counts():
-    read = load(real("wikitext2"), 512, tokenizer="words")
+    read = load_corpus(real("wikitext2"), 512, tokenizer="words")
     assert [len(read.split(split)) for split in corpora.SPLITS] == [2_088_628, 217_646, 245_569]
     assert read.vocabulary == 33_278
     assert read.train.dtype == np.uint16
@@ -537,7 +537,7 @@ def test_wikitext_2_has_its_known_counts():
 
 @pytest.mark.slow
 def test_novels_are_split_by_book():
-    read = load(real("novels/novels83.tar.xz"), 512)
+    read = load_corpus(real("novels/novels83.tar.xz"), 512)
     assert [len(read.split(split)) > 1_000_000 for split in corpora.SPLITS] == [True] * 3
     assert sum(read.sizes.values()) < 66_471_152
     assert not (read.validation == 13).any()
@@ -547,13 +547,13 @@ def test_novels_are_split_by_book():
 def test_a_table_that_was_read_as_rows_is_read_as_lines(tmp_path):
     """What is known of a source is known of it as it was read."""
     (tmp_path / "a.csv").write_text("text\n" + "".join(f'"row {n}, quoted"\n' for n in range(60)))
-    whole = load(str(tmp_path / "a.csv"), 8).sha256
+    whole = load_corpus(str(tmp_path / "a.csv"), 8).sha256
     for root in ("one", "other"):
-        source = sources.find(str(tmp_path / "a.csv"), tables=root == "one")
+        source = sources.find_source(str(tmp_path / "a.csv"), tables=root == "one")
         with prepare.preparing(source, root=tmp_path / "cache") as preparation:
             first = preparation.surveys
         assert first == [sources.survey(source, raw=False)]
-    assert load(str(tmp_path / "a.csv"), 8, cache=tmp_path / "cache").sha256 == whole
+    assert load_corpus(str(tmp_path / "a.csv"), 8, cache=tmp_path / "cache").sha256 == whole
 
 
 def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
@@ -561,7 +561,7 @@ def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
     for path in (folder / "below", other):
         path.mkdir(parents=True)
         (path / "a.txt").write_text(PROSE)
-    assert [name for name, _ in sources.find(str(folder)).documents()] == [f"{folder}/below/a.txt"]
+    assert [name for name, _ in sources.find_source(str(folder)).documents()] == [f"{folder}/below/a.txt"]
     scan = os.scandir
 
     def unreadable(path):
@@ -572,7 +572,7 @@ def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", unreadable)
         with pytest.raises(ValueError, match=f"data: cannot read {folder}/below: Permission denied"):
-            sources.find(str(folder))
+            sources.find_source(str(folder))
     for link, target, message in (
         ("linked", other, f"expected folders, got the link {folder}/linked, which is not followed"),
         ("broken.txt", tmp_path / "gone", f"cannot read {folder}/broken.txt: No such file"),
@@ -580,10 +580,10 @@ def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
     ):
         (folder / link).symlink_to(target)
         with pytest.raises(ValueError, match=f"data: {message}"):
-            sources.find(str(folder))
+            sources.find_source(str(folder))
         (folder / link).unlink()
     (folder / "linked.txt").symlink_to(other / "a.txt")  # a file is read where it is
-    assert len(list(sources.find(str(folder)).documents())) == 2
+    assert len(list(sources.find_source(str(folder)).documents())) == 2
 
 
 @pytest.mark.parametrize("where", ["alone", "in a folder"])
@@ -593,9 +593,9 @@ def test_what_has_no_end_is_refused_before_it_is_read(tmp_path, where):
     with pytest.raises(
         ValueError, match=r"data: cannot read .*pipe\.txt: expected a plain file, got a folder, a pipe or a device"
     ):
-        load(str(source), 8)
+        load_corpus(str(source), 8)
     with pytest.raises(ValueError, match="data: cannot read /dev/zero: expected a plain file"):
-        load("/dev/zero", 8)
+        load_corpus("/dev/zero", 8)
 
 
 @pytest.mark.parametrize("name", ["valid.txt", "wiki.test.tokens", "validation.csv"])
@@ -605,7 +605,7 @@ def test_a_split_that_is_empty_is_not_replaced_by_another_text(tmp_path, cache, 
     (tmp_path / name).write_text("")
     split = "test" if "test" in name else "validation"
     with pytest.raises(ValueError, match=f"data: expected text in .*{name}, which is {split} by its name, got none"):
-        load(str(tmp_path), 8, tokenizer=tokenizer)
+        load_corpus(str(tmp_path), 8, tokenizer=tokenizer)
 
 
 def test_an_archive_that_unpacks_without_limit_is_refused(tmp_path, cache, monkeypatch):
@@ -620,7 +620,7 @@ def test_an_archive_that_unpacks_without_limit_is_refused(tmp_path, cache, monke
         with pytest.raises(
             ValueError, match=rf"data: expected text, but .*{name[:8]}.* unpacks to more than 100 times its size"
         ):
-            load(str(tmp_path / name), 8)
+            load_corpus(str(tmp_path / name), 8)
     assert not list(cache.glob("stream-*"))
 
 
@@ -667,7 +667,7 @@ def test_a_zip_that_has_a_name_twice_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"^data: expected files of different names in .*books.zip, got a.txt twice; pack it"
     ):
-        list(sources.find(str(tmp_path / "books.zip")).documents())
+        list(sources.find_source(str(tmp_path / "books.zip")).documents())
 
 
 def test_members_of_a_zip_are_read_in_sorted_order(tmp_path):
@@ -676,6 +676,6 @@ def test_members_of_a_zip_are_read_in_sorted_order(tmp_path):
             archive.writestr(name, name)
     found = [
         (name.rpartition(".zip/")[2], b"".join(blocks))
-        for name, blocks in sources.find(str(tmp_path / "books.zip")).documents()
+        for name, blocks in sources.find_source(str(tmp_path / "books.zip")).documents()
     ]
     assert found == [(name, name.encode()) for name in ("B.txt", "a.txt", "c.txt", "d/b.txt")]

@@ -247,7 +247,7 @@ def test_rows_that_a_run_of_its_own_would_not_write(tmp_path):
 
 def test_tokens_of_a_cache_are_those_that_were_written(runs, tmp_path):
     def load():
-        return corpora.load("text.txt", 8, tokenizer="words")
+        return corpora.load_corpus("text.txt", 8, tokenizer="words")
 
     load()
     (folder,) = {path.parent for path in (tmp_path / "cache").glob("stream-*/about.json")}

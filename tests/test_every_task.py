@@ -1,6 +1,7 @@
-"""What every task promises the laboratory: two processes give the losses of one, and so does a run that goes on."""
+"""Every task in every command: a comparison and an evaluation; and two processes or a resumed run give the losses of one."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,6 @@ import pytest
 
 from isopos.lab import tasks
 from isopos.lab.runs.folders import read_rows
-
-pytestmark = pytest.mark.slow
 
 SIZES = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--save-every=4", "--device=cpu"]
 SMALL = {  # data that come with isopos, as little as each task has, and a scheme that it is there for
@@ -33,6 +32,7 @@ def test_every_task_is_here():
     assert set(SMALL) == set(tasks.TASKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", SMALL)
 def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path, task):
     def train(name, *more):
@@ -55,3 +55,78 @@ def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path, task):
     (run / "result.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     assert train("one", "--resume", "--workers=2") == whole
+
+
+ROWS = {
+    "a.csv": ["label,text", *(f"{n % 2},{'word ' * (n % 9)}{n}" for n in range(60))],
+    "a.tsv": [f"{n % 2}\t(S (NP the {n}) (VP sees it))" for n in range(60)],
+}
+COMPARED = {  # options, schemes, text of the comparison, text and columns of the report
+    "listops": (
+        ["--expressions=60", "--longest=40"],
+        "rope,ape-tree",
+        "accuracy: share of held-out expressions whose value is found, higher is better",
+        "A classifier of expressions",
+        ["expression", "answer", "model"],
+    ),
+    "text": (
+        ["--data=a.csv", "--tokenizer=words"],
+        "none,rope",
+        "texts of 2 classes",
+        "A classifier of texts",
+        ["text", "class", "model"],
+    ),
+    "trees": (
+        ["--data=a.tsv"],
+        "rope,ape-tree",
+        "trees of 2 classes",
+        "(S (NP the",
+        ["tree", "class", "model"],
+    ),
+    "pathfinder": (
+        ["--pictures=40", "--side=16", "--dashes=5"],
+        "rope,ape-grid",
+        "32 + 4 + 4 pictures, half of them connected",
+        "A classifier of pictures of 16 x 16 pixels",
+        [],
+    ),
+    "transduction": (
+        ["--samples=60", "--held-out=10", "--length=6"],
+        "none,shaw",
+        "exact: share of targets that come out whole, decoded freely, higher is better",
+        "An encoder-decoder that is to reverse symbols",
+        ["source", "target", "model"],
+    ),
+    "tree-transduction": (
+        ["--samples=60", "--held-out=10", "--depth=4", "--order=depth", "--operation=c3"],
+        "rope:attention=softmax,ape-tree:attention=softmax",
+        "exact: share of targets that come out whole, decoded freely, higher is better",
+        "nodes, depth first, that learns the operation c3 on random trees",
+        ["source", "target", "model"],
+    ),
+}
+
+
+@pytest.mark.parametrize("task", COMPARED)
+def test_a_comparison_ranks_schemes_shows_answers_and_is_evaluated(isopos, tmp_path, task, monkeypatch):
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
+    for name, rows in ROWS.items():
+        (tmp_path / name).write_text("\n".join(rows) + "\n")
+    options, schemes, text, setting, columns = COMPARED[task]
+    options = [f"--task={task}", *options, "--steps=3", *SIZES[1:]]
+    status, out, err = isopos("compare", *options, f"--schemes={schemes}", "--name=a")
+    assert (status, err) == (0, "")
+    assert text in " ".join(out.split())
+    values = [float(value.rstrip("%")) for value in re.findall(r"^│ \S+ .*? (\d+\.\d+%?) ", out, re.MULTILINE)]
+    assert len(values) == 2
+    assert values == sorted(values, reverse="transduction" not in task)  # accuracy, or perplexity
+    page = (tmp_path / "runs" / "a" / "report.html").read_text()
+    assert setting in page
+    titles = [re.sub("<[^>]+>", "", title) for title in re.findall("<th.*?</th>", page)]
+    assert titles[len(titles) - len(columns) :] == columns
+    run = sorted((tmp_path / "runs" / "a").glob("*/recipe.json"))[0].parent
+    status, out, err = isopos("eval", str(run), "--split=test")
+    assert (status, err) == (0, "")
+    status, _, err = isopos("compare", *options, "--schemes=ape-ring", "--name=b")
+    assert (status, err.startswith("isopos: schemes: expected positions")) == (2, True), err
+    assert not (tmp_path / "runs" / "b").exists()

@@ -9,7 +9,7 @@ from safetensors.torch import save_model
 from isopos.lab.commands.generate import Options, generate
 from isopos.lab.data.tokenizers import BPE, Words
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.decoding import choose
+from isopos.lab.tasks.decoding import sample_tokens
 from isopos.models import Decoder
 
 
@@ -76,7 +76,7 @@ def test_no_temperature_takes_the_most_probable_byte(run):
 
 def shares(probabilities, temperature, top_p):
     logits = torch.tensor([probabilities], dtype=torch.float64).log().expand(20_000, -1)
-    drawn = choose(logits, temperature, top_p, torch.Generator().manual_seed(0))
+    drawn = sample_tokens(logits, temperature, top_p, torch.Generator().manual_seed(0))
     return (drawn.bincount(minlength=len(probabilities)) / len(drawn)).tolist()
 
 

@@ -1,7 +1,6 @@
 """ListOps: expressions, files of them, their trees, batches, and what a classifier makes of them."""
 
 import gzip
-import json
 import pickle
 import re
 from itertools import chain
@@ -14,8 +13,8 @@ from cases import close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isopos.lab.data import growth
-from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, nodes, read, text
+from isopos.lab.data import random_expressions
+from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, read_expressions, to_text, tree_nodes
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.task import View
@@ -37,7 +36,7 @@ def row(expression):
 def write(path, rows):
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
-        file.write("".join(row(text(one.tokens)) for one in rows))
+        file.write("".join(row(to_text(one.tokens)) for one in rows))
     return str(path)
 
 
@@ -47,7 +46,7 @@ def ready(tmp_path, scheme=LINE, count=200, **edits):
     sizes = {"batch": 8, "layers": 1, "model_dim": 16, "heads": 2}
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=scheme, **sizes | edits)
     data = recipe.task.load(recipe)
-    return data.settle(recipe), data
+    return data.infer(recipe), data
 
 
 @pytest.mark.parametrize(
@@ -73,18 +72,18 @@ def test_what_expressions_evaluate_to(expression, value):
 @given(st.integers(0, 10_000))
 def test_text_and_tokens_are_the_same_and_trees_are_those_of_s_expressions(seed):
     (one,) = expressions(1, seed)
-    assert encode(text(one.tokens)) == one.tokens
-    found = torch.tensor(nodes(one.tokens))
+    assert encode(to_text(one.tokens)) == one.tokens
+    found = torch.tensor(tree_nodes(one.tokens))
     Tree(one.branches).check(found)
     assert found[:, 1].max() + 1 == one.branches
-    lisp = re.sub(r"\[(\w+)", r"(\1", text(one.tokens)).replace("]", "] )")  # a closing bracket is the last child
+    lisp = re.sub(r"\[(\w+)", r"(\1", to_text(one.tokens)).replace("]", "] )")  # a closing bracket is the last child
     assert torch.equal(found, tree(lisp))
 
 
 def test_a_tree_by_hand():
     """[MAX 2 [MIN 4 7 ] 0 ]: each row is the parent's row and the branch."""
     expected = [(-1, -1), (0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), (0, 3)]
-    assert nodes(encode("[MAX 2 [MIN 4 7 ] 0 ]")) == expected
+    assert tree_nodes(encode("[MAX 2 [MIN 4 7 ] 0 ]")) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,47 +110,47 @@ def test_a_row_that_is_wrong_is_named(tmp_path, line, message):
     with pytest.raises(
         ValueError, match=f"^data: {re.escape(str(path))}, line 2[,:] .*{message}.*; repair or remove the line$"
     ):
-        read(str(path))
+        read_expressions(str(path))
 
 
 def test_a_source_without_rows_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"data: expected a file or a folder of rows, but .* does not exist; without --data"
     ):
-        read(str(tmp_path / "absent.tsv"))
+        read_expressions(str(tmp_path / "absent.tsv"))
     with pytest.raises(ValueError, match=r"data: expected rows .* in files that end with \.tsv or \.tsv\.gz, got none in"):
-        read(str(tmp_path))
+        read_expressions(str(tmp_path))
     (tmp_path / "rows.tsv").write_text("Source\tTarget\n")
     with pytest.raises(
         ValueError, match=r"data: expected rows of a label, a tab and an expression, but .*rows\.tsv has none"
     ):
-        read(str(tmp_path))
+        read_expressions(str(tmp_path))
     (tmp_path / "rows.tsv").write_text(row("[MAX 2 9 ]"))
-    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none among 1; give it more rows"):
-        read(str(tmp_path))
+    with pytest.raises(ValueError, match=r"data: expected expressions for .*, got none among 1; give it more"):
+        read_expressions(str(tmp_path))
     (tmp_path / "rows.tsv.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"data: cannot read .*gz"):
-        read(str(tmp_path))
+        read_expressions(str(tmp_path))
 
 
 def test_formats_agree(tmp_path):
     """Label first or columns with names in either order, pairs of parentheses or none, packed or not."""
     rows, found = expressions(100), []
-    plain = "".join(row(text(one.tokens)) for one in rows)
-    arena = "Source\tTarget\n" + "".join(f"( ( {text(one.tokens)} ) )\t{one.answer}\n" for one in rows)
+    plain = "".join(row(to_text(one.tokens)) for one in rows)
+    arena = "Source\tTarget\n" + "".join(f"( ( {to_text(one.tokens)} ) )\t{one.answer}\n" for one in rows)
     named = "target\tsource\n" + plain.replace("\n", "\r\n")
     for name, content in (("plain", plain), ("arena", arena), ("named", named)):
         (tmp_path / f"{name}.tsv").write_bytes(content.encode())
-        found.append(read(str(tmp_path / f"{name}.tsv")))
-    found.append(read(write(tmp_path / "packed.tsv.gz", rows)))
-    assert {one.sha256 for one in found} == {found[0].sha256}
+        found.append(read_expressions(str(tmp_path / f"{name}.tsv")))
+    found.append(read_expressions(write(tmp_path / "packed.tsv.gz", rows)))
+    assert all([*one.splits[name]] == [*rows] for one in found for name, rows in found[0].splits.items())
     assert sorted(chain(*found[0].splits.values())) == sorted(rows)
 
 
 def test_splits_by_names_or_by_tenths_have_nothing_in_common(tmp_path):
     rows = expressions(400)
     write(tmp_path / "one.tsv", rows + rows[:50])
-    splits = read(str(tmp_path)).splits
+    splits = read_expressions(str(tmp_path)).splits
     assert sum(map(len, splits.values())) == 450
     assert 20 < len(splits["validation"]) < 70
     assert 20 < len(splits["test"]) < 70
@@ -162,12 +161,16 @@ def test_splits_by_names_or_by_tenths_have_nothing_in_common(tmp_path):
     write(tmp_path / "basic_train.tsv", rows[:300])
     write(tmp_path / "basic_test.tsv", rows[290:350])
     (tmp_path / "README.md").write_text("no rows")
-    splits = read(str(tmp_path)).splits
+    splits = read_expressions(str(tmp_path)).splits
     assert [*splits["test"]] == rows[290:350]
     assert {*splits["train"], *splits["validation"]} == set(rows[:290])
     write(tmp_path / "basic_val.tsv", rows[340:])
-    found = read(str(tmp_path))
-    assert ([*found.splits["train"]], [*found.splits["validation"]], found.repeated) == (rows[:290], rows[350:], 20)
+    found = read_expressions(str(tmp_path))
+    assert ([*found.splits["train"]], [*found.splits["validation"]], found.dropped["repeated"]) == (
+        rows[:290],
+        rows[350:],
+        20,
+    )
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -177,11 +180,11 @@ def test_longer_expressions_are_left_out(tmp_path, named):
     data = recipe.edit(longest=12).task.load(recipe)
     rows = [*chain(*data.rows.values())]
     assert max(len(one.tokens) for one in rows) == 12
-    left = re.search(r", (\d+) longer ones left out", data.summary)
+    left = re.search(r", ([\d,]+) longer;", data.summary)
     assert left
-    assert len(rows) == whole - int(left[1]) < whole - 20
+    assert len(rows) == whole - int(left[1].replace(",", "")) < whole - 20
     with pytest.raises(
-        ValueError, match=f"data: expected expressions for train, got none among 0; {whole} are longer: raise"
+        ValueError, match=f"data: expected expressions for train, got none among 0, {whole:,} longer; give it more, or raise"
     ):
         recipe.edit(longest=2).task.load(recipe)
 
@@ -195,15 +198,17 @@ def test_random_expressions_are_those_of_their_seed():
     assert max(one.branches for one in rows) == 5
 
 
-ARENA = growth.Settings(depth=9, arguments=10, shortest=501, longest=1999)
+ARENA = random_expressions.Settings(depth=9, arguments=10, shortest=501, longest=1999)
 
 
 def test_long_expressions_are_grown_as_short_ones_are():
     """Level by level and one by one: the same lengths, branches and answers in distribution, and every answer is right."""
-    settings = growth.Settings(depth=4, arguments=5, shortest=0, longest=50)
-    grown = [one for one, _ in zip(growth.grow(0, settings), range(4000), strict=False)]
+    settings = random_expressions.Settings(depth=4, arguments=5, shortest=0, longest=50)
+    grown = [one for one, _ in zip(random_expressions.draw(0, settings), range(4000), strict=False)]
     assert all(evaluate(one.tokens) == one for one in grown)
-    assert grown[:50] == [one for one, _ in zip(growth.grow(0, settings), range(50), strict=False)] != grown[50:100]
+    assert (
+        grown[:50] == [one for one, _ in zip(random_expressions.draw(0, settings), range(50), strict=False)] != grown[50:100]
+    )
     known = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}
     one_by_one, different = generate(0, (4000, 1, 1), **known).splits["train"], [*dict.fromkeys(grown)]
     assert np.mean([len(one.tokens) for one in different]) == pytest.approx(
@@ -215,7 +220,7 @@ def test_long_expressions_are_grown_as_short_ones_are():
 
 
 def test_the_expressions_of_the_long_range_arena():
-    grown = [one for one, _ in zip(growth.grow(1, ARENA), range(300), strict=False)]
+    grown = [one for one, _ in zip(random_expressions.draw(1, ARENA), range(300), strict=False)]
     assert all(evaluate(one.tokens) == one for one in grown)
     lengths = [len(one.tokens) for one in grown]
     assert min(lengths) > 500 < 1500 < max(lengths) < 2000
@@ -233,13 +238,13 @@ def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatc
     rows = [*chain(*data.rows.values())]
     assert len(set(rows)) == 240
     assert 9 <= min(len(one.tokens) for one in rows) < max(len(one.tokens) for one in rows) <= 25
-    settled = data.settle(recipe)
-    monkeypatch.setattr(growth, "grow", None)
-    again = settled.task.load(settled)
+    inferred = data.infer(recipe)
+    monkeypatch.setattr(random_expressions, "draw", None)
+    again = inferred.task.load(inferred)
     assert again.sha256 == data.sha256
     assert "by the first operator" in again.summary
-    whole = data.batch(settled, 3)
-    assert all(torch.equal(a, b) for a, b in zip(whole, pickle.loads(pickle.dumps(again)).batch(settled, 3), strict=True))
+    whole = data.batch(inferred, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pickle.loads(pickle.dumps(again)).batch(inferred, 3), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -260,46 +265,10 @@ def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatc
 )
 def test_settings_that_no_expressions_have(tmp_path, monkeypatch, edits, message):
     monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path))
-    monkeypatch.setattr(growth, "TRIES", 20_000)
+    monkeypatch.setattr(random_expressions, "TRIES", 20_000)
     recipe = Recipe(task=ListOps(**edits)).edit(model_dim=16, heads=2)
     with pytest.raises(ValueError, match=message):
         recipe.check() or recipe.task.check(recipe) or recipe.task.load(recipe)
-
-
-@pytest.mark.parametrize("scheme", [LINE, TREE])
-def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path, scheme):
-    recipe, data = ready(tmp_path, scheme)
-    again = pickle.loads(pickle.dumps(data))  # as processes that prepare batches have it
-    for step in (1, 7, 60, 7):
-        whole = data.batch(recipe, step)
-        assert all(torch.equal(a, b) for a, b in zip(whole, again.batch(recipe, step), strict=True))
-        assert not torch.equal(whole[-1], data.batch(recipe, step + 1)[-1])
-        assert not torch.equal(whole[-1], data.batch(recipe.edit(seed=1), step)[-1])
-        answers = [data.batch(recipe, step, rank, 4)[-1] for rank in range(4)]
-        assert torch.equal(torch.cat(answers), whole[-1])
-        for rank in range(4):
-            tokens, at, mask, _ = data.batch(recipe, step, rank, 4)
-            own, t = slice(2 * rank, 2 * rank + 2), tokens.shape[1]
-            assert torch.equal(tokens, whole[0][own, :t])
-            assert torch.equal(mask, whole[2][own, :t])
-            assert not whole[2][own, t:].any()
-            assert torch.equal(at, whole[1][own, :t] if scheme == TREE else whole[1][:t])
-    with pytest.raises(ValueError, match="batch: expected a multiple of the 3 ranks"):
-        data.batch(recipe, 1, 0, 3)
-
-
-def test_an_epoch_has_every_expression_once_in_batches_of_similar_lengths(tmp_path):
-    recipe, data = ready(tmp_path)
-    batches = len(data.sizes["train"]) // 8
-    for epoch in range(2):
-        found, spread = [], []
-        for step in range(epoch * batches, (epoch + 1) * batches):
-            tokens, _, mask, _ = data.batch(recipe, step)
-            found += [bytes(row[own].tolist()) for row, own in zip(tokens, mask, strict=True)]
-            spread.append(int(mask.sum(1).max() - mask.sum(1).min()))
-        assert len(found) == len(set(found)) == 8 * batches
-        assert set(found) <= {one.tokens for one in data.rows["train"]}
-        assert np.median(spread) <= 2
 
 
 def test_padding_is_masked_and_tells_trees_from_lines(tmp_path):
@@ -313,13 +282,12 @@ def test_padding_is_masked_and_tells_trees_from_lines(tmp_path):
         assert at[:, 0].tolist() == list(range(tokens.shape[1]))
         for own, node, kept, answer in zip(tokens, nodes_at, mask, answers, strict=True):
             assert evaluate(bytes(own[kept].tolist())).answer == answer
-            assert node[kept].tolist() == [list(pair) for pair in nodes(bytes(own[kept].tolist()))]
+            assert node[kept].tolist() == [list(pair) for pair in tree_nodes(bytes(own[kept].tolist()))]
             assert (node[~kept] == -1).all()
 
 
-@pytest.mark.parametrize("scheme", [LINE, TREE, "learned", "shiv-quirk", "rope:attention=softmax,decay=retnet"])
-def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, scheme, monkeypatch):
-    recipe, data = ready(tmp_path, scheme)
+def test_scores_count_every_expression_once(tmp_path):
+    recipe, data = ready(tmp_path, TREE)
     model = recipe.task.model(recipe).double()
     scored = data.score(model, recipe, View()).figures
     nats, right = [], []
@@ -330,23 +298,8 @@ def test_scores_count_every_expression_once_however_they_are_batched(tmp_path, s
     close(torch.tensor(scored["nats"], dtype=torch.float64), torch.stack(nats).mean())
     assert scored["accuracy"] == pytest.approx(torch.cat(right).double().mean().item())
     assert scored["expressions"] == len(data.rows["validation"])
-    monkeypatch.setattr("isopos.lab.tasks.samples.AT_ONCE", 40)
-    assert data.score(model, recipe, View()).figures == pytest.approx(scored)
-    assert data.score(model, recipe, View(limit=5)).figures["expressions"] == 5
     assert data.score(model, recipe, View(split="test")).figures["expressions"] == len(data.rows["test"])
     assert model.training
-
-
-@pytest.mark.parametrize(("name", "most", "power"), [("AT_ONCE", 90, 1), ("PAIRS", 900, 2)])
-def test_as_much_is_scored_at_once_as_fits(tmp_path, monkeypatch, name, most, power):
-    recipe, data = ready(tmp_path)
-    model, shapes = recipe.task.model(recipe), []
-    monkeypatch.setattr(f"isopos.lab.tasks.samples.{name}", most)
-    model.register_forward_hook(lambda model, args, found: shapes.append(args[0].shape))
-    data.score(model, recipe, View())
-    *whole, _ = [count for count, _ in shapes]
-    assert whole == [max(1, most // longest**power) for _, longest in shapes[:-1]]
-    assert max(whole) > 1
 
 
 def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tmp_path):
@@ -360,14 +313,14 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
         with pytest.raises(ValueError, match=f"expected positions on a line or in a tree, .* {scheme} takes those of"):
             recipe.edit(scheme=scheme).task.check(recipe.edit(scheme=scheme))
     with pytest.raises(
-        ValueError, match=f"longest: expected at most 9, for which learned:length=9 has positions, .* {longest} "
+        ValueError, match=f"longest: expected at most 9, for which learned:length=9 has positions, got {longest};"
     ):
-        data.settle(recipe.edit(scheme="learned:length=9"))
+        data.infer(recipe.edit(scheme="learned:length=9"))
     with pytest.raises(
         ValueError, match=f"branches: expected at most the 2 of ape-tree:branches=2, got trees with {branches}"
     ):
-        data.settle(recipe.edit(scheme="ape-tree:branches=2"))
-    with pytest.raises(ValueError, match=f"branches: expected at least the {branches} of the data, got 2"):
+        data.infer(recipe.edit(scheme="ape-tree:branches=2"))
+    with pytest.raises(ValueError, match=f"branches: expected 0, or at least the {branches} of the data, got 2"):
         ready(tmp_path, branches=2)
     with pytest.raises(ValueError, match=r"batch: expected at most the .* expressions, got 1000"):
         ready(tmp_path, batch=1000)
@@ -381,7 +334,7 @@ def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
     write(tmp_path / "rows.tsv", expressions(600, operators=("MAX",), depth=2))
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)
     data = recipe.task.load(recipe)
-    recipe = data.settle(recipe)
+    recipe = data.infer(recipe)
     model = recipe.task.model(recipe)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for step in range(1, 61):
@@ -399,32 +352,6 @@ def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published rows are not beside this project")
 def test_the_published_rows():
-    rows = [*chain(*read(str(SHARED / "test_d20s.tsv.gz")).splits.values())]
+    rows = [*chain(*read_expressions(str(SHARED / "test_d20s.tsv.gz")).splits.values())]
     assert len(rows) == 10_000
     assert max(one.branches for one in rows) == 6
-
-
-SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--device=cpu"]
-
-
-def test_a_comparison_ends_in_the_same_table_highest_accuracy_first(isopos, tmp_path):
-    rows = write(tmp_path / "rows.tsv", expressions(200))
-    schemes = "rope,ape-tree"
-    status, out, err = isopos("compare", "--task=listops", f"--data={rows}", f"--schemes={schemes}", "--name=c", *SMALL)
-    assert (status, err) == (0, "")
-    found = re.findall(r"^│ ([\w-]+) .*?(\d+\.\d)%", out, re.MULTILINE)
-    assert sorted(name for name, _ in found) == sorted(schemes.split(","))
-    assert [float(share) for _, share in found] == sorted((float(share) for _, share in found), reverse=True)
-    assert "accuracy: share of held-out expressions whose value is found, higher is better" in " ".join(out.split())
-    assert "A classifier of expressions" in (tmp_path / "runs" / "c" / "report.html").read_text()
-    results = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "c").rglob("result.json")]
-    assert [list(one["scores"]) for one in results] == [["accuracy", "nats"]] * 2
-    status, out, _ = isopos("compare", "--task=listops", f"--data={rows}", "--schemes=rope,ape-ring", "--name=d", *SMALL)
-    assert status == 2
-    assert not (tmp_path / "runs" / "d").exists()
-
-
-def test_chance_is_the_share_of_the_most_frequent_answer(tmp_path):
-    recipe, data = ready(tmp_path)
-    answers = [one.answer for one in data.rows["validation"]]
-    assert data.chance(recipe) == (max(map(answers.count, answers)) / len(answers), len(answers))

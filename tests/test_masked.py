@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from isopos import schemes
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks import decoding
-from isopos.lab.tasks.masked import Masked, hide
+from isopos.lab.tasks.masked import Masked, mask_tokens
 from isopos.lab.tasks.task import View
 from isopos.models import Encoder
 
@@ -27,13 +27,13 @@ def ready(tmp_path, **edits):
     (tmp_path / "text.txt").write_text(LINES)
     recipe = Recipe(task=Masked(data=str(tmp_path / "text.txt"))).edit(**SIZES | edits)
     data = recipe.task.load(recipe)
-    return data.settle(recipe), data
+    return data.infer(recipe), data
 
 
 @pytest.mark.parametrize("share", [0.15, 0.4, 1.0])
 def test_eight_of_ten_are_hidden_one_is_another_and_one_stays(share):
     tokens = np.random.default_rng(0).integers(10_000, size=20_000)
-    shown, places = hide(tokens, np.random.default_rng(1), share, 10_000)
+    shown, places = mask_tokens(tokens, np.random.default_rng(1), share, 10_000)
     assert len(np.unique(places)) == len(places) == round(share * 20_000)
     rest = np.setdiff1d(np.arange(20_000), places)
     assert (shown[rest] == tokens[rest]).all()
@@ -41,7 +41,7 @@ def test_eight_of_ten_are_hidden_one_is_another_and_one_stays(share):
     parts = (found == 10_000), (found != tokens[places]) & (found < 10_000), (found == tokens[places])
     assert [part.mean() for part in parts] == pytest.approx([0.8, 0.1, 0.1], abs=0.015)
     assert shown.max() == 10_000
-    assert hide(tokens[:3], np.random.default_rng(1), 0.1, 10_000)[1].shape == (1,)  # at least one
+    assert mask_tokens(tokens[:3], np.random.default_rng(1), 0.1, 10_000)[1].shape == (1,)  # at least one
 
 
 def test_batches_are_functions_of_their_step_and_ranks_share_them(tmp_path):
@@ -94,7 +94,7 @@ def test_held_out_windows_have_one_mask_each_however_they_are_batched(tmp_path, 
     nats, right = [], []
     for n in range(windows):
         text = data.corpus.validation[32 * n : 32 * n + 32].astype(np.int64)
-        shown, places = hide(text, np.random.default_rng((n,)), 0.4, 256)
+        shown, places = mask_tokens(text, np.random.default_rng((n,)), 0.4, 256)
         logits = model(torch.from_numpy(shown)[None])[0, torch.from_numpy(places)]
         targets = torch.from_numpy(text[places])
         nats.append(F.cross_entropy(logits, targets, reduction="none"))

@@ -122,8 +122,8 @@ def test_a_run_is_not_resumed_on_pictures_of_another_format(isopos, monkeypatch)
     """Pictures in the cache of before have another key, and the run knows the sha256 of its own."""
     options = ("--name=a", "--pictures=20", "--side=16", "--dashes=5", *TINY)
     assert isopos("train", "pathfinder", *options)[0] == 0
-    assert pathfinder.FORMAT == 2
-    monkeypatch.setattr(pathfinder, "FORMAT", 3)
+    assert pathfinder.CACHE_VERSION == 2
+    monkeypatch.setattr(pathfinder, "CACHE_VERSION", 3)
     monkeypatch.setattr(pathfinder, "draw", lambda *given: draw(*given)[:, ::-1])
     code, _, err = isopos("train", "pathfinder", "--resume", *options)
     assert code != 0
@@ -166,13 +166,3 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     recipe.edit(dashes=3).check()  # as runs of earlier versions have it, which can be read
     with pytest.raises(ValueError, match=r"dashes: expected 4 or more, .*, got 3"):
         pathfinder.draw(np.random.default_rng(0), 16, 3, 0)
-
-
-def test_every_command_knows_it(isopos, tmp_path):
-    options = ("--pictures=40", "--side=16", "--dashes=5", *TINY)
-    code, out, err = isopos("compare", "--task=pathfinder", "--schemes=rope,ape-grid", "--name=a", *options)
-    assert code == 0, err
-    assert "32 + 4 + 4 pictures, half of them connected" in out
-    assert isopos("train", "pathfinder", "--name=b", *options)[0] == 0
-    assert isopos("train", "pathfinder", "--name=b", "--resume", *options)[0] == 0
-    assert isopos("eval", "runs/b", "--split=test")[0] == 0

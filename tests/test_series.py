@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import pickle
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 import isopos
-from isopos.lab.data.series import Series, drawn, read
+from isopos.lab.data.series import Series, example_series, read_series
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.series import Forecast, Spans
+from isopos.lab.tasks.series import Forecast, ForecastSamples
 from isopos.lab.tasks.task import View
 from isopos.positions import timestamps
 
@@ -24,8 +23,8 @@ MONDAY = 1704067200  # 1 January 2024, in seconds
 def ready(scheme="clock", series=None, **edits):
     recipe = Recipe(task=Forecast()).edit(scheme=scheme, **SMALL | edits)
     assert isinstance(recipe.task, Forecast)
-    data = Spans(recipe.task, drawn(count=200) if series is None else series)
-    return data.settle(recipe), data
+    data = ForecastSamples(recipe.task, example_series(count=200) if series is None else series)
+    return data.infer(recipe), data
 
 
 def written(tmp_path, text, name="power.csv"):
@@ -49,34 +48,35 @@ def test_times_are_what_they_are(tmp_path, times, unit, name):
     text = "\n".join(("\t" if "tsv" in name else ",").join(row) for row in rows)
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    found = read(str(path), "at", unit=unit)
+    found = read_series(str(path), "at", unit=unit)
     assert found.titles == ("load", "note")
     assert found.empty == 1
     np.testing.assert_allclose(found.seconds - MONDAY, [0, 86430], atol=1e-3)
     np.testing.assert_array_equal(found.values, [[1.5, 3], [-20, np.nan]])
-    assert read(str(path), "at", ("note",), unit).values.tolist() == [[3]]
+    assert read_series(str(path), "at", ("note",), unit).values.tolist() == [[3]]
 
 
 def test_columns_without_names_go_by_numbers(tmp_path):
     path = written(tmp_path, "7,2024-01-01,5\n8,2024-01-02,6\n")
-    assert read(path, "2").titles == ("1", "3")
-    assert read(path, "2", ("3",)).values.tolist() == [[5], [6]]
+    assert read_series(path, "2").titles == ("1", "3")
+    assert read_series(path, "2", ("3",)).values.tolist() == [[5], [6]]
 
 
 def test_time_goes_on_evenly_where_clocks_are_put_back(tmp_path):
     """Three hours of a night; the second and the third show the same time of day."""
     night = "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"
-    found = read(written(tmp_path, night))
+    found = read_series(written(tmp_path, night))
     assert np.diff(found.seconds).tolist() == [3600, 3600]
     assert np.diff(found.clock_seconds).tolist() == [3600, 0]
     assert found.sha256 != replace(found, offsets=None).sha256
     assert (
-        read(written(tmp_path, night.replace("+01:00", "+02:00").replace("02:30+02:00,3", "03:30+02:00,3"))).offsets is None
+        read_series(written(tmp_path, night.replace("+01:00", "+02:00").replace("02:30+02:00,3", "03:30+02:00,3"))).offsets
+        is None
     )
 
 
 def test_a_clock_s_rings_follow_clocks_and_its_line_time():
-    first = drawn(count=200)
+    first = example_series(count=200)
     offsets = np.where(np.arange(200) < 50, 0.0, -3600.0)
     recipe, data = ready(series=replace(first, offsets=offsets))
     _, plain = ready(series=first)
@@ -98,16 +98,16 @@ def test_a_clock_s_rings_follow_clocks_and_its_line_time():
 )
 def test_digits_alone_that_are_a_date_are_read_as_one(tmp_path, times):
     text = "\n".join(f"{time},{n}" for n, time in enumerate(dict.fromkeys(times)))
-    assert datetime.fromtimestamp(read(written(tmp_path, text)).seconds[0], UTC) == datetime(2024, 1, 1, tzinfo=UTC)
-    assert 86400 <= np.ptp(read(written(tmp_path, f"at,b\n{text}")).seconds) <= 86430
+    assert datetime.fromtimestamp(read_series(written(tmp_path, text)).seconds[0], UTC) == datetime(2024, 1, 1, tzinfo=UTC)
+    assert 86400 <= np.ptp(read_series(written(tmp_path, f"at,b\n{text}")).seconds) <= 86430
 
 
 def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
     for time, unit in (("20241301", "seconds"), ("1704067200", "seconds"), ("20240101", "minutes"), ("2020.0", "seconds")):
-        found = read(written(tmp_path, f"{time},1\n{float(time) + 1},2\n"), unit=unit)
+        found = read_series(written(tmp_path, f"{time},1\n{float(time) + 1},2\n"), unit=unit)
         assert found.seconds[0] == float(time) * {"minutes": 60}.get(unit, 1)
-    assert read(written(tmp_path, "1999,1\n2000,2\n"), unit="hours").seconds.tolist() == [1999 * 3600, 2000 * 3600]
-    assert read(written(tmp_path, "998,1\n2020,2\n")).seconds.tolist() == [998, 2020]
+    assert read_series(written(tmp_path, "1999,1\n2000,2\n"), unit="hours").seconds.tolist() == [1999 * 3600, 2000 * 3600]
+    assert read_series(written(tmp_path, "998,1\n2020,2\n")).seconds.tolist() == [998, 2020]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
 )
 def test_broken_rows_are_named(tmp_path, rows, message):
     with pytest.raises(ValueError, match=r"^data: .*power.csv, line") as error:
-        read(written(tmp_path, f"a,b\n{rows}"))
+        read_series(written(tmp_path, f"a,b\n{rows}"))
     assert f"power.csv, {message}" in str(error.value)
 
 
@@ -160,19 +160,19 @@ def test_a_value_too_large_to_learn_with_is_named(tmp_path):
 
 def test_what_is_no_series_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^data: expected a table that ends with .csv or .tsv, got hf:any"):
-        read("hf:any")
+        read_series("hf:any")
     with pytest.raises(ValueError, match=r"^data: expected rows with a time and a value, got none in .*power.csv$"):
-        read(written(tmp_path, "a,b\n2024-01-01,\n"))
+        read_series(written(tmp_path, "a,b\n2024-01-01,\n"))
     with pytest.raises(ValueError, match=r"^values: expected columns beside that of times, a, got a, b$"):
-        read(written(tmp_path, "a,b\n2024-01-01,1\n"), values=("a",))
+        read_series(written(tmp_path, "a,b\n2024-01-01,1\n"), values=("a",))
     with pytest.raises(ValueError, match=r"^unit: "):
-        read(written(tmp_path, "1,2\n"), unit="years")
+        read_series(written(tmp_path, "1,2\n"), unit="years")
     for time, values in (("c", ()), ("a", ("c",))):
         with pytest.raises(ValueError, match=r"^data: .*power.csv, line 1: expected a column c, got a, b"):
-            read(written(tmp_path, "a,b\n2024-01-01,1\n"), time, values)
+            read_series(written(tmp_path, "a,b\n2024-01-01,1\n"), time, values)
     written(tmp_path, "1\t2\n", "more.tsv")
     with pytest.raises(ValueError, match=r"^data: expected one table, got more in"):
-        read(str(tmp_path))
+        read_series(str(tmp_path))
     for name, value, message in (
         ("context", 190, "^data: expected more than 241 rows, .* got 200 in"),
         ("channels", 3, "^channels: expected 0, or the 2 of the data, got 3"),
@@ -188,7 +188,7 @@ def test_what_is_no_series_is_refused(tmp_path):
 @pytest.mark.parametrize("value", [0.1, 1e9, 0.0])
 def test_a_constant_column_stays_out_of_the_figures(value):
     """The standard deviation of 0.1, repeated, is 1.4e-17, not 0."""
-    first = drawn(count=200)
+    first = example_series(count=200)
     values = np.concatenate((first.values, np.full((200, 1), value)), 1)
     values[170:, 2] += 1e-3  # where nothing is trained
     recipe, data = ready(series=replace(first, titles=(*first.titles, "valve"), values=values))
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_before_data_is_read(scheme, edits, message
 def test_nothing_of_the_future_is_seen():
     """Other values from a time on change no input, no scale and no naive forecast before it, only answers."""
     recipe, data = ready()
-    first = drawn(count=200)
+    first = example_series(count=200)
     begin = int(data.begins["validation"][2])
     values = first.values.copy()
     values[begin:] = 1e6
@@ -266,7 +266,7 @@ def test_parts_are_in_order_and_each_forecast_once():
 
 
 def test_the_naive_forecast_is_what_was_a_season_ago():
-    series = drawn(count=200)
+    series = example_series(count=200)
     for season in (0.0, 5.0, 24.0):
         _, data = ready(season=season)
         begins = data.begins["train"][::7]
@@ -284,14 +284,11 @@ def test_the_naive_forecast_is_what_was_a_season_ago():
                     )
 
 
-def test_batches_are_functions_of_their_step_and_ranks_share_the_loss():
+def test_ranks_share_the_loss():
     recipe, data = ready()
     model = recipe.task.model(recipe).double()
-    again = pickle.loads(pickle.dumps(data))
-    for step in (0, 3, 60, 3):
-        whole, same = data.batch(recipe, step), again.batch(recipe, step)
-        for a, b in zip(whole, same, strict=True):
-            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    for step in (0, 3):
+        whole = data.batch(recipe, step)
         parts = [data.loss(model, *(x.double() for x in data.batch(recipe, step, rank, 2))) for rank in range(2)]
         torch.testing.assert_close(data.loss(model, *(x.double() for x in whole)), sum(parts) / 2)
 
@@ -300,15 +297,14 @@ def test_scores_are_errors_of_what_is_known():
     recipe, data = ready("rope", validation_rows=4)
     model = recipe.task.model(recipe)
     scored = data.measure(model, recipe, View())
-    guesses, answers = data.answers(model, recipe, "validation", data.some("validation", 4))
+    guesses, answers = data.answers(model, recipe, "validation", data.spread("validation", 4))
     errors = guesses - answers
     assert scored.figures["mae"] == pytest.approx(np.nanmean(np.abs(errors)))
     assert scored.figures["mse"] == pytest.approx(np.nanmean(errors**2))
     assert scored.figures["values"] == (~np.isnan(errors)).sum()
-    naive = data.naive(data.begins["validation"][data.some("validation", 4)]) - answers
+    naive = data.naive(data.begins["validation"][data.spread("validation", 4)]) - answers
     assert scored.figures["naive"] == pytest.approx(np.nanmean(np.abs(errors)) / np.nanmean(np.abs(naive)))
     assert data.measure(model, recipe, View("test")).figures["values"] > scored.figures["values"]
-    assert data.measure(model, recipe, View("train")).reason.startswith("split: expected one of validation, test")
 
 
 def test_unknown_values_are_not_seen():

@@ -45,7 +45,7 @@ from isopos.lab.tasks import find
 task = find(sys.argv[1])(data=sys.argv[2])
 recipe = Recipe(task=task).edit(batch=8)
 data = task.load(recipe)
-recipe = data.settle(recipe)
+recipe = data.infer(recipe)
 for step in range(50):
     data.batch(recipe, step)
 unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes

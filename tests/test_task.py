@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,7 @@ from isopos.lab import tasks
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.bidirectional import Bidirectional
-from isopos.lab.tasks.images import Images
-from isopos.lab.tasks.listops import ListOps
-from isopos.lab.tasks.pathfinder import Pathfinder
 from isopos.lab.tasks.task import View
-from isopos.lab.tasks.text import TextClasses
-from isopos.lab.tasks.trees import TreeClasses
 
 TINY = ("--model-dim=16", "--heads=2", "--layers=1", "--batch=64", "--learning-rate=1e-2", "--device=cpu", "--length=4")
 
@@ -158,24 +152,3 @@ def test_a_damaged_run_is_named_and_hides_no_other(isopos, tmp_path):
     assert code == 0
     assert "cannot be read" in out
     assert "% accuracy" in out
-
-
-CLASSIFIERS = [
-    TextClasses(longest=32),
-    TreeClasses(),
-    Images(),
-    Pathfinder(side=16, dashes=5, pictures=100),
-    ListOps(),
-]
-
-
-@pytest.mark.parametrize("task", CLASSIFIERS, ids=lambda task: type(task).__name__)
-@pytest.mark.parametrize("limit", [0, 7])
-def test_chance_counts_the_answers_that_are_scored(task, limit, tmp_path, monkeypatch):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path))
-    recipe = Recipe(task=replace(task, validation_rows=limit)).edit(batch=4)
-    data = recipe.task.load(recipe)
-    recipe = data.settle(recipe)
-    answers = torch.cat([data.tensors("validation", rows, recipe)[-1] for rows in data.rounds("validation", limit)])
-    assert data.chance(recipe) == (answers.bincount().max().item() / len(answers), len(answers))
-    assert len(answers) == (limit or len(data.sizes["validation"]))

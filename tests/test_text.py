@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import pickle
 import re
 import tarfile
 from itertools import chain
@@ -14,17 +13,15 @@ import pytest
 import torch
 
 from isopos.lab.data import texts
-from isopos.lab.data.labelled import parts
+from isopos.lab.data.labelled import row_splits
 from isopos.lab.data.tokenizers import Bytes
 from isopos.lab.recipes import Recipe
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.text import TextClasses
 from isopos.models import Classifier, PairClassifier
 from isopos.schemes import build
 
 REVIEWS = Path(__file__).resolve().parents[2] / "shared" / "data" / "imdb" / "aclImdb_labeled.tar.xz"
-TINY = ("--layers=1", "--model-dim=16", "--heads=2", "--steps=3", "--batch=4", "--device=cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ def ready(data, scheme="rope", **edits):
     )
     recipe.task.check(recipe)
     data = recipe.task.load(recipe)
-    return data.settle(recipe), data
+    return data.infer(recipe), data
 
 
 def read(found, split):
@@ -70,7 +67,7 @@ def read(found, split):
 def test_texts_keep_their_classes_whatever_the_order_of_these_in_the_file(tmp_path, labels, classes):
     rows = [(f"{label} {n}", label) for n in range(60) for label in labels]
     (tmp_path / "a.csv").write_text(as_csv(rows))
-    found = texts.load(str(tmp_path / "a.csv"))
+    found = texts.load_texts(str(tmp_path / "a.csv"))
     assert found.classes == classes
     assert sorted(row for split in ("train", "validation", "test") for row in read(found, split)) == sorted(rows)
 
@@ -87,7 +84,7 @@ def test_formats_agree(tmp_path):
     (folder / "README.txt").parent.mkdir(exist_ok=True)
     with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as archive:
         archive.add(folder, "reviews")
-    found = [texts.load(str(tmp_path / name)) for name in ("a.csv", "a.jsonl", "folders", "a.tar.xz")]
+    found = [texts.load_texts(str(tmp_path / name)) for name in ("a.csv", "a.jsonl", "folders", "a.tar.xz")]
     assert found[0].classes == ("ab", "cde")
     assert found[0].arrays.sha256 == found[1].arrays.sha256
     assert found[2].arrays.sha256 == found[3].arrays.sha256
@@ -102,7 +99,7 @@ def test_names_make_splits_and_test_files_without_labels_are_counted(tmp_path):
         (tmp_path / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in [("sentence", "label"), *some]))
     (tmp_path / "test.tsv").write_text("sentence\n" + "".join(f"{text}\n" for text, _ in rows[70:]))
     (tmp_path / "notes.txt").write_text("no rows")
-    found = texts.load(str(tmp_path), ("sentence",))
+    found = texts.load_texts(str(tmp_path), ("sentence",))
     assert (read(found, "train"), read(found, "validation"), read(found, "test")) == (rows[:50], rows[50:70], [])
     recipe, data = ready(tmp_path, column="sentence")
     assert "50 + 20 + 0 texts of 2 classes" in data.summary
@@ -113,9 +110,9 @@ def test_names_make_splits_and_test_files_without_labels_are_counted(tmp_path):
 
 def test_splits_are_named_by_files_or_by_whole_names_of_folders():
     names = ["a/train/1.csv", "a/valid/pos/1.txt", "my-test/b.csv", "x/test.csv", "x/y.csv"]
-    split = parts(names)
+    split = row_splits(names)
     assert [split(name, "") for name in names] == ["train", "validation", "train", "test", "train"]
-    tenths = parts(["my-test/b.csv", "train.log"])
+    tenths = row_splits(["my-test/b.csv", "train.log"])
     assert {tenths("my-test/b.csv", str(n)) for n in range(100)} == {"train", "validation", "test"}
 
 
@@ -137,14 +134,14 @@ def test_the_layout_of_film_reviews(tmp_path):
     (tmp_path / "train" / "pos").rename(tmp_path / "train" / "x")
     (tmp_path / "train" / "neg").rename(tmp_path / "train" / "pos")
     (tmp_path / "train" / "x").rename(tmp_path / "train" / "neg")
-    other = texts.load(str(tmp_path))
+    other = texts.load_texts(str(tmp_path))
     assert sorted(read(other, "train")) == sorted((text, {"pos": "neg", "neg": "pos"}[c]) for text, c in train)
 
 
 def test_columns_by_number_where_there_are_no_names(tmp_path):
     rows = [(f"gj04\t{int(label == 'ab')}\t\t{text}") for text, label in samples(40) if "\n" not in text]
     (tmp_path / "raw.tsv").write_text("\n".join(rows))
-    found = texts.load(str(tmp_path / "raw.tsv"), ("4",), "2")
+    found = texts.load_texts(str(tmp_path / "raw.tsv"), ("4",), "2")
     assert found.classes == ("0", "1")
     assert sum(len(found.labels(split)) for split in ("train", "validation", "test")) == len(rows)
 
@@ -185,7 +182,7 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
-        texts.load(str(tmp_path / name))
+        texts.load_texts(str(tmp_path / name))
 
 
 def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch):
@@ -204,12 +201,12 @@ def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch)
         (folders[1] / f"{split}.jsonl").write_text(as_json(some))
     unknown = [{"text": "nobody knows", "label": -1}] * 3
     datasets.Dataset.from_list(unknown, features=kinds).to_parquet(folders[0] / "test.parquet")
-    found, plain = texts.load(f"hf:{folders[0]}"), texts.load(str(folders[1]))
+    found, plain = texts.load_texts(f"hf:{folders[0]}"), texts.load_texts(str(folders[1]))
     for split, some in (("train", rows[:30]), ("validation", rows[30:]), ("test", [])):
         assert read(found, split) == read(plain, split) == some
     assert found.arrays.facts["left"] == {"test.jsonl": 1}
     with pytest.raises(ValueError, match=r"data: hf:.*/train\.jsonl, line 1: expected a field genre, got text, label"):
-        texts.load(f"hf:{folders[0]}", label="genre")
+        texts.load_texts(f"hf:{folders[0]}", label="genre")
 
 
 def test_labels_that_may_be_one_class_are_said(tmp_path):
@@ -227,7 +224,7 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"test\.csv, line 3: expected a class that train has, too, got 'never', which is in"
     ):
-        texts.load(str(tmp_path))
+        texts.load_texts(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +232,7 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
     [
         ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
         ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
-        ({"classes": 3}, "classes: expected the 4 of the data, or 0 for those, got 3"),
+        ({"classes": 3}, "classes: expected 0, or the 4 of the data, got 3"),
         ({"data": "nowhere.csv"}, r"data: expected a file or a folder, but nowhere\.csv does not exist"),
         ({"scheme": "learned:length=9"}, "longest: expected at most 9, for which learned:length=9 has positions, got 64"),
         ({"scheme": "ape-tree:branches=2"}, "schemes: expected positions on a line, which text has"),
@@ -249,15 +246,15 @@ def test_choices_that_do_not_fit_are_refused(edits, message):
 def test_what_is_prepared_is_kept_and_a_change_is_seen(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text(as_csv(samples()))
-    first = texts.load(str(path))
+    first = texts.load_texts(str(path))
     assert isinstance(first.arrays["train-tokens"], np.memmap)
     monkeypatch.setattr(texts, "_fill", None)
-    again = texts.load(str(path))
+    again = texts.load_texts(str(path))
     assert again.arrays.sha256 == first.arrays.sha256
     monkeypatch.undo()
     monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
     path.write_text(as_csv(samples(70)))
-    assert texts.load(str(path)).arrays.sha256 != first.arrays.sha256
+    assert texts.load_texts(str(path)).arrays.sha256 != first.arrays.sha256
     (broken,) = [
         one
         for one in (tmp_path / "cache").glob("texts-*/train-tokens.bin")
@@ -267,22 +264,19 @@ def test_what_is_prepared_is_kept_and_a_change_is_seen(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"train-tokens\.bin: its content is not what was written; remove .*, and it is prepared"
     ):
-        texts.load(str(path))
+        texts.load_texts(str(path))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
 @pytest.mark.parametrize("pooling", ["mean", "first"])
-def test_batches_are_functions_of_their_step_cut_and_counted(tmp_path, tokenizer, pooling):
+def test_batches_are_cut_and_counted(tmp_path, tokenizer, pooling):
     (tmp_path / "a.csv").write_text(as_csv(samples()))
     recipe, data = ready(tmp_path / "a.csv", tokenizer=tokenizer, pooling=pooling, longest=12)
-    again, size = pickle.loads(pickle.dumps(data)), data.texts.tokenizer.size
+    size = data.texts.tokenizer.size
     assert (recipe.task.vocabulary, data.texts.tokenizer.size) == (size, size)
     seen = []
     for step in range(len(data.sizes["train"]) // 8):
-        whole = data.batch(recipe, step)
-        assert all(torch.equal(a, b) for a, b in zip(whole, again.batch(recipe, step), strict=True))
-        assert torch.equal(torch.cat([data.batch(recipe, step, rank, 2)[-1] for rank in range(2)]), whole[-1])
-        tokens, positions, mask, labels = whole
+        tokens, positions, mask, labels = data.batch(recipe, step)
         assert positions[:, 0].tolist() == list(range(tokens.shape[1]))
         for row, own, label in zip(tokens, mask, labels, strict=True):
             assert own.sum() <= 12
@@ -342,14 +336,14 @@ def test_a_part_of_what_is_held_out_is_spread_over_a_source_sorted_by_class(tmp_
     (tmp_path / "train.csv").write_text(as_csv(rows))
     (tmp_path / "valid.csv").write_text(as_csv(rows[:10] + rows[-10:]))
     recipe, data = ready(tmp_path)
-    assert [data.texts.labels("validation")[row] for row in data.some("validation", 4)] == [0, 0, 1, 1]
+    assert [data.texts.labels("validation")[row] for row in data.spread("validation", 4)] == [0, 0, 1, 1]
     assert data.score(recipe.task.model(recipe), recipe, View(limit=4)).figures["texts"] == 4
     assert [one["class"] for one in data.examples(recipe.task.model(recipe), recipe, 2)] == ["ab", "cde"]
 
 
 def test_passages_are_told_apart_by_order_alone():
     """A turned pair of brackets leaves the bytes as they are; no two splits have a topic in common."""
-    found = texts.load("")
+    found = texts.load_texts("")
     assert isinstance(found.tokenizer, Bytes)
     shares = np.bincount(found.labels("train")) / len(found.labels("train"))
     assert len(shares) == 4
@@ -365,7 +359,7 @@ def test_passages_are_told_apart_by_order_alone():
 
 
 def test_of_a_pair_of_passages_one_has_turned_brackets():
-    found = texts.load("", ("text", "other"))
+    found = texts.load_texts("", ("text", "other"))
     assert (found.classes, found.each) == (("the first is turned", "the second is turned"), 2)
     rows = [row for split in ("train", "test") for row in read(found, split)[::20]]
     for first, second, label in rows:
@@ -374,29 +368,10 @@ def test_of_a_pair_of_passages_one_has_turned_brackets():
     assert 0.4 < np.mean([label == "the first is turned" for *_, label in rows]) < 0.6
 
 
-def test_every_command_knows_it(isopos, tmp_path):
-    (tmp_path / "a.csv").write_text(as_csv(samples()))
-    code, out, err = isopos("compare", "--task=text", "--data=a.csv", "--schemes=none,rope", "--name=a", *TINY)
-    assert code == 0, err
-    assert "texts of 2 classes" in out
-    assert "without a model: at most" in " ".join(out.split())
-    page = (tmp_path / "runs" / "a" / "report.html").read_text()
-    titles = [re.sub("<[^>]+>", "", title) for title in re.findall("<th.*?</th>", page)]
-    assert titles[-3:] == ["text", "class", "model"]
-    code, _, err = isopos("train", "text", "--data=a.csv", "--tokenizer=words", "--name=b", "--save-every=1", *TINY)
-    assert code == 0, err
-    assert (
-        isopos("train", "text", "--data=a.csv", "--tokenizer=words", "--name=b", "--resume", "--save-every=1", *TINY)[0] == 0
-    )
-    assert len(read_rows(tmp_path / "runs" / "b" / "metrics.jsonl")) == 3
-    assert isopos("eval", "runs/b", "--split=test")[0] == 0
-    assert "expected a column txt, got label, text" in isopos("compare", "--task=text", "--data=a.csv", "--column=txt")[2]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not REVIEWS.exists(), reason="the film reviews lie beside this repository only")
 def test_film_reviews():
-    found = texts.load(str(REVIEWS))
+    found = texts.load_texts(str(REVIEWS))
     assert found.classes == ("neg", "pos")
     assert len(found.labels("train")) + len(found.labels("validation")) == len(found.labels("test")) == 25_000
     assert sum(int(found.arrays[f"{split}-starts"][-1]) for split in ("train", "validation", "test")) == 65_483_508

@@ -100,8 +100,8 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
             "which changed since; give the run back its data, or score this with --other-data"
         )
     if other:
-        now, then = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
-        for name in recipe.task.settled:
+        now, then = data.infer(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+        for name in recipe.task.inferred:
             require(f"data: {name}", now[name], f"{then[name]}, as the model of {folder} has it", now[name] == then[name])
     return data, other
 

@@ -148,7 +148,7 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
     """The requested rows that have a scheme, or all whose packages are installed; the baseline first."""
-    from isopos.lab.tasks.attentions import absence
+    from isopos.lab.tasks.attentions import missing_package
 
     rows = [row for row in table.rows if row.scheme]
     if chosen:
@@ -159,7 +159,7 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
                 raise piece.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
         rows = [row for row in rows if row.name in wanted or row.scheme in wanted]
     else:
-        absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
+        absent = {row.name: missing for row in rows if (missing := missing_package(row.scheme))}
         grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
         rows = [row for row in rows if row.name not in absent]
     return sorted(rows, key=lambda row: row.name != table.baseline)  # the baseline first
@@ -214,7 +214,7 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
         recipe = recipe.edit(start=str(start))
     if (path / "recipe.json").exists():
         before = read_recipe(path)
-        recipe = recipe.settled_as(before)
+        recipe = recipe.with_inferred(before)
         recipe = recipe.edit(data=before.as_dict()["data"]) if corpus and "data" in recipe.names else recipe
         check_same_recipe(path, recipe)
     metrics = [table.metric(column) for column in table.columns if column.corpus == corpus]
@@ -319,7 +319,7 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
     """Train a cell, resuming from its last checkpoint, and score it; scores.json is written last."""
     from isopos.lab.training import run as training
 
-    start, recipe = time.perf_counter(), data.settle(cell.recipe)
+    start, recipe = time.perf_counter(), data.infer(cell.recipe)
     result = training.train(recipe, data, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
     status = result.status if result else "not the first process"
     columns = _scores(cell, data, recipe) if status == "finished" else {}

@@ -71,11 +71,11 @@ def run(options: Options, console: Console) -> int:
     if first:
         check_free(folder)
     if resume:
-        check_same_recipe(folder, recipe.settled_as(read_recipe(folder)))
+        check_same_recipe(folder, recipe.with_inferred(read_recipe(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
-    recipe = data.settle(recipe)
+    recipe = data.infer(recipe)
     check_memory(recipe)
     grids.say(console, f"data: {data.name}, {data.summary}")
     grids.warn(console, *warnings)

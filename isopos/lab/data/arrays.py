@@ -1,12 +1,12 @@
-r"""Named arrays that are written a few rows at a time, in memory or in a folder of the cache, and memory-mapped from there.
+r"""Named arrays, written a few rows at a time in memory or in a folder of the cache, from which they are memory-mapped.
 
 Example:
     >>> def fill(writer):
     ...     writer.add("a", np.arange(3))
     ...     writer.add("a", np.arange(2))
     ...     return {"what": "numbers"}
-    >>> found = collect(fill)
-    >>> found["a"].tolist(), found.facts
+    >>> arrays = in_memory(fill)
+    >>> arrays["a"].tolist(), arrays.facts
     ([0, 1, 2, 0, 1], {'what': 'numbers'})
 """
 
@@ -24,14 +24,14 @@ import numpy as np
 from isopos.lab.data import cache
 from isopos.lab.runs.files import check_plain, damaged, read_json
 
-__all__ = ["Arrays", "Ragged", "Writer", "collect", "key_of", "prepared"]
+__all__ = ["Arrays", "Ragged", "Writer", "cached_arrays", "in_memory", "key_of"]
 
 ABOUT = "about.json"
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """What was written, by name, and plain values beside it."""
+    """Arrays by name, with plain values."""
 
     arrays: Mapping[str, np.ndarray]
     facts: dict[str, Any]
@@ -41,17 +41,17 @@ class Arrays:
         return self.arrays[name]
 
     def sequence(self, name: str, n: int) -> np.ndarray:
-        """The n-th of what a `Ragged` of that name holds ``[t]``."""
+        """The n-th sequence of a `Ragged` ``[t]``."""
         begin, end = self[f"{name}-starts"][n : n + 2]
         return self[f"{name}-tokens"][begin:end]
 
     def lengths(self, name: str) -> np.ndarray:
-        """Those of what a `Ragged` of that name holds."""
+        """Lengths of the sequences of a `Ragged`."""
         return np.diff(self[f"{name}-starts"])
 
 
 class Writer:
-    """Appends to arrays by name; `open` makes the file of one."""
+    """Appends rows to arrays by name; `open` opens the file of an array."""
 
     def __init__(self, open: Callable[[str], BinaryIO]):
         self._open = open
@@ -59,7 +59,7 @@ class Writer:
         self._about: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, rows: np.ndarray) -> None:
-        """Append rows ``[n ...]``, of the dtype and the further axes that the first ones have."""
+        """Append rows ``[n ...]``. The first rows determine the dtype and the further axes."""
         if name not in self._files:
             self._files[name] = (self._open(name), hashlib.sha256())
             self._about[name] = {"dtype": rows.dtype.name, "shape": [0, *rows.shape[1:]]}
@@ -75,12 +75,12 @@ class Writer:
 
 
 class Ragged:
-    """Appends sequences of different lengths to an array NAME-tokens, and their places there to NAME-starts.
+    """Appends sequences of different lengths to an array NAME-tokens, and their ends there to NAME-starts.
 
     Args:
-        writer: Of both.
-        name: Theirs.
-        values: Different tokens, at most.
+        writer: Writes both arrays.
+        name: Prefix of their names.
+        values: Number of different tokens, which determines the dtype.
     """
 
     def __init__(self, writer: Writer, name: str, values: int):
@@ -96,11 +96,11 @@ class Ragged:
 
 
 Fill = Callable[[Writer], dict[str, Any]]
-"""Writes everything and returns the facts."""
+"""Writes all arrays and returns the facts."""
 
 
-def collect(fill: Fill) -> Arrays:
-    """What `fill` writes, in memory."""
+def in_memory(fill: Fill) -> Arrays:
+    """The arrays that `fill` writes, in memory."""
     files: dict[str, io.BytesIO] = {}
 
     def opened(name: str) -> BinaryIO:
@@ -114,11 +114,11 @@ def collect(fill: Fill) -> Arrays:
     return Arrays(arrays, facts, key_of(about, facts))
 
 
-def prepared(root: Path, key: str, fill: Fill) -> Arrays:
-    """What `fill` wrote into the folder of that key, now or before, memory-mapped.
+def cached_arrays(root: Path, key: str, fill: Fill) -> Arrays:
+    """The arrays of a folder of the cache, memory-mapped; `fill` writes them if the folder is absent.
 
     Raises:
-        ValueError: Where the cache cannot be written, or something in the folder is not what was written.
+        ValueError: If the cache cannot be written, or the hash of a file in the folder is wrong.
     """
 
     def build(folder: Path) -> None:
@@ -126,15 +126,15 @@ def prepared(root: Path, key: str, fill: Fill) -> Arrays:
             writer = Writer(lambda name: stack.enter_context((folder / f"{name}.bin").open("wb")))
             facts = fill(writer)
         about = writer.about()
-        said = {"arrays": about, "facts": facts, "sha256": key_of(about, facts)}
-        (folder / ABOUT).write_text(json.dumps(said) + "\n")
+        contents = {"arrays": about, "facts": facts, "sha256": key_of(about, facts)}
+        (folder / ABOUT).write_text(json.dumps(contents) + "\n")
 
-    folder = cache.prepared(root, key, build)
+    folder = cache.cached_folder(root, key, build)
     remedy = f"remove {folder}, and it is prepared again"
     kinds = {"arrays": dict[str, dict[str, Any]], "facts": dict[str, Any], "sha256": str}
     about = read_json(folder / ABOUT, kinds, remedy, lambda value: {"sha256": ""} | value)
     sha256 = key_of(about["arrays"], about["facts"])
-    if about["sha256"] not in ("", sha256):  # nothing: as it was written before
+    if about["sha256"] not in ("", sha256):  # earlier versions wrote none
         damaged(folder / ABOUT, "its content is not what was written", remedy)
     arrays = {name: _mapped(folder / f"{name}.bin", one, remedy) for name, one in about["arrays"].items()}
     return Arrays(arrays, about["facts"], sha256)

@@ -1,7 +1,6 @@
-"""Random changes of images that a model is trained on: policies of operations, parts that are scaled, erasing and mixing.
+"""Random augmentations of training images: policies of operations, random crops, erasing and mixing.
 
-Each is a function of images and of a generator of random numbers alone. What an operation leaves empty is grey, which our
-models see as 0.
+Each is a function of images and a random generator alone. Empty pixels are grey, which our models see as 0.
 """
 
 import math
@@ -11,11 +10,11 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image, ImageEnhance, ImageOps
 
-__all__ = ["POLICIES", "erased", "mixed", "scaled"]
+__all__ = ["POLICIES", "erase", "mix", "random_crop"]
 
 EMPTY = "#808080"
 ATTEMPTS = 10  # to find a rectangle that fits
-NOISE = 128, 58  # mean and deviation of what is put where pixels are erased, as of photographs
+NOISE = 128, 58  # mean and standard deviation of the noise in erased rectangles
 
 OPERATIONS: Mapping[str, Callable[[Image.Image, float], Image.Image]] = {
     "shear-x": lambda image, amount: _affine(image, (1, amount, 0, 0, 1, 0)),
@@ -34,9 +33,9 @@ OPERATIONS: Mapping[str, Callable[[Image.Image, float], Image.Image]] = {
     "equalize": lambda image, amount: ImageOps.equalize(image),
     "invert": lambda image, amount: ImageOps.invert(image),
 }
-"""Each by an amount: of shears and enhancements a factor, of translations a share of the side, of rotations degrees."""
+"""Amounts are factors of shears and enhancements, shares of the side of translations, degrees of rotations."""
 ENHANCED = dict.fromkeys(("color", "contrast", "brightness", "sharpness"), 0.9)
-SIGNED = {"shear-x": 0.3, "shear-y": 0.3, "rotate": 30, **ENHANCED}  # the largest amounts, to either side
+SIGNED = {"shear-x": 0.3, "shear-y": 0.3, "rotate": 30, **ENHANCED}  # the largest amounts, in both directions
 AUTO = {**SIGNED, "translate-x": 150 / 331, "translate-y": 150 / 331}
 RAND = {**SIGNED, "translate-x": 0.45, "translate-y": 0.45}
 
@@ -67,22 +66,22 @@ CIFAR10 = (
     ("equalize", 0.8, 8, "invert", 0.1, 3),
     ("translate-y", 0.7, 9, "autocontrast", 0.9, 1),
 )
-"""Operation, probability and level from 0 to 9, twice a sub-policy (Cubuk et al. 2018, appendix, Table 7)."""
+"""Operation, probability and level from 0 to 9, two per sub-policy (Cubuk et al. 2018, appendix, Table 7)."""
 
 
 def autoaugment(image: Image.Image, random: Generator) -> Image.Image:
-    """An image after one of 25 sub-policies for CIFAR-10, each of two operations that happen or do not.
+    """Apply one of 25 sub-policies for CIFAR-10, each of two operations with a probability.
 
     Level 9 of an operation is the end of its range: 0.3 of shears, 150 / 331 of the side, 30 degrees, factors from 0.1 to
-    1.9 with 1 at level 0, 4 bits of 8, a threshold of 0. To which side shears, translations, rotations and factors go is
-    drawn; the code of CCT's authors turns to one side alone, and takes the nearest pixel where bicubic ones are here.
+    1.9 with 1 at level 0, 4 bits of 8, a threshold of 0. The direction of shears, translations, rotations and factors is
+    random; the code of CCT's authors rotates in one direction only, and takes nearest pixels, not bicubic ones.
 
     References:
         AutoAugment: learning augmentation policies from data (Cubuk et al. 2018), Tables 6 and 7.
         https://arxiv.org/abs/1805.09501
     """
-    own = CIFAR10[random.integers(len(CIFAR10))]
-    for name, probability, level in (own[:3], own[3:]):
+    policy = CIFAR10[random.integers(len(CIFAR10))]
+    for name, probability, level in (policy[:3], policy[3:]):
         if random.random() < probability:
             share = level / 9
             amounts = {"posterize": round(8 - 4 * share), "solarize": math.ceil(256 * (1 - share))}
@@ -91,10 +90,10 @@ def autoaugment(image: Image.Image, random: Generator) -> Image.Image:
 
 
 def randaugment(image: Image.Image, random: Generator) -> Image.Image:
-    """An image after two operations of 15, each of which happens with probability 1/2, at a level of 9 +- 0.5 of 10.
+    """Apply two operations of 15, each with probability 1/2, at a level of 9 +- 0.5 of 10.
 
-    It is rand-m9-mstd0.5-inc1, as DeiT trains with: level 10 is 0.3 of shears, 0.45 of the side, 30 degrees, factors of 0.1
-    or 1.9, no bit, a threshold of 0, and 110 more for what is below 128.
+    This is rand-m9-mstd0.5-inc1 of DeiT: level 10 is 0.3 of shears, 0.45 of the side, 30 degrees, factors of 0.1
+    or 1.9, no bit, a threshold of 0, and 110 added to values below 128.
 
     References:
         RandAugment: practical automated data augmentation (Cubuk et al. 2020). https://arxiv.org/abs/1909.13719
@@ -111,8 +110,8 @@ def randaugment(image: Image.Image, random: Generator) -> Image.Image:
 POLICIES = {"autoaugment": autoaugment, "randaugment": randaugment}
 
 
-def scaled(image: Image.Image, random: Generator) -> Image.Image:
-    """A part of an image, of 8% to 100% of its area and with sides of 3 : 4 to 4 : 3, scaled to the size of the whole.
+def random_crop(image: Image.Image, random: Generator) -> Image.Image:
+    """A random crop of 8% to 100% of the area, with sides of 3 : 4 to 4 : 3, scaled to the size of the image.
 
     References:
         Going deeper with convolutions (Szegedy et al. 2015), section 6. https://arxiv.org/abs/1409.4842
@@ -124,8 +123,8 @@ def scaled(image: Image.Image, random: Generator) -> Image.Image:
     return image.resize(image.size, Image.Resampling.BICUBIC, (x.start, y.start, x.stop, y.stop))
 
 
-def erased(pixels: np.ndarray, random: Generator) -> np.ndarray:
-    """An image ``[c h w]`` uint8 with noise in the place of 2% to 33% of its pixels, a rectangle of 3 : 10 to 10 : 3.
+def erase(pixels: np.ndarray, random: Generator) -> np.ndarray:
+    """Replace a rectangle of 2% to 33% of an image ``[c h w]`` uint8, with sides of 3 : 10 to 10 : 3, by noise.
 
     References:
         Random erasing data augmentation (Zhong et al. 2020). https://arxiv.org/abs/1708.04896
@@ -135,18 +134,19 @@ def erased(pixels: np.ndarray, random: Generator) -> np.ndarray:
     if part is None:
         return pixels
     pixels = pixels.copy()
-    place = pixels[:, *part]
-    place[:] = random.normal(*NOISE, place.shape).round().clip(0, 255)
+    rectangle = pixels[:, *part]
+    rectangle[:] = random.normal(*NOISE, rectangle.shape).round().clip(0, 255)
     return pixels
 
 
-def mixed(
+def mix(
     pixels: np.ndarray, answers: np.ndarray, classes: int, mixup: float, cutmix: float, random: Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images ``[n c h w]`` uint8, in pairs of neighbours each mixed with the other, and shares of classes ``[n classes]``.
+    """Mix neighbouring pairs of images ``[n c h w]`` uint8; returns images and targets, shares of classes ``[n classes]``.
 
-    The share that stays of an image is drawn once, of Beta(mixup, mixup) for a weighted sum of pixels, rounded, or of
-    Beta(cutmix, cutmix) for a rectangle that comes from the other; with both, each is drawn half of the time; 0: without.
+    Mixup is a weighted sum of pixels, rounded, with a share of Beta(mixup, mixup). CutMix takes a rectangle from the other
+    image, with a share of Beta(cutmix, cutmix). The share is drawn once per batch. A parameter of 0 switches a method off;
+    if both are on, each is chosen half of the time.
 
     References:
         mixup: beyond empirical risk minimization (Zhang et al. 2018). https://arxiv.org/abs/1710.09412
@@ -167,12 +167,12 @@ def mixed(
 
 
 def _between(one: np.ndarray, other: np.ndarray, share: float) -> np.ndarray:
-    """So much of one, the rest of the other, in float32."""
+    """Weighted sum of two arrays in float32; `share` is the weight of the first one."""
     return np.float32(share) * one + np.float32(1 - share) * other
 
 
 def _signed(most: Mapping[str, float], name: str, share: float, random: Generator) -> float:
-    """A share of the largest amount of an operation, to a side that is drawn; 0 of those that take none."""
+    """A share of the largest amount of an operation, with a random sign; 0 for operations without an amount."""
     return most.get(name, 0.0) * share * (2 * random.integers(2) - 1)
 
 
@@ -181,14 +181,14 @@ def _affine(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
 
 
 def _mapped(image: Image.Image, table: Sequence[int]) -> Image.Image:
-    """An image with the entries of a table in the place of its values."""
+    """An image whose values are replaced by the entries of a table."""
     return image.point([*table] * len(image.getbands()))
 
 
 def _part(
     height: int, width: int, area: tuple[float, float], aspect: float, random: Generator
 ) -> tuple[slice, slice] | None:
-    """Rows and columns of a rectangle of a share of an image, of sides up to so unequal; None where none was found."""
+    """Rows and columns of a random rectangle by its share of the area and the largest ratio of its sides, or None."""
     for _ in range(ATTEMPTS):
         size = random.uniform(*area) * height * width
         ratio = math.exp(random.uniform(-1, 1) * math.log(aspect))

@@ -1,4 +1,4 @@
-"""Folders that are prepared once: keyed by what is in them, complete or absent, whoever else prepares them meanwhile."""
+"""Folders and values that are computed once and kept, by key; safe with several processes."""
 
 import contextlib
 import json
@@ -13,23 +13,23 @@ from filelock import FileLock
 
 from isopos.lab.runs.files import Damaged, read_json, write_text
 
-__all__ = ["default_root", "prepared", "remembered"]
+__all__ = ["cached_folder", "cached_value", "default_root"]
 
 
 def default_root() -> Path:
     """$ISOPOS_CACHE, else isopos in $XDG_CACHE_HOME, else ~/.cache/isopos."""
-    own = os.environ.get("ISOPOS_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isopos"
+    folder = os.environ.get("ISOPOS_CACHE")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isopos"
 
 
-def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder `root/key`; if it is absent, `build` fills a private folder that then takes its name in one step.
+def cached_folder(root: Path, key: str, build: Callable[[Path], None]) -> Path:
+    """The folder `root/key`; if it is absent, `build` fills a temporary folder, which is then renamed to it.
 
-    One process builds and others wait for it. What a killed process leaves is never taken for complete, and is removed by
-    the next that builds.
+    One process builds and others wait for it. The temporary folder of a killed process is never used, and is removed by the
+    next process that builds.
 
     Raises:
-        ValueError: Where the cache cannot be written.
+        ValueError: If the cache cannot be written.
     """
     target = root / key
     if target.is_dir():
@@ -37,8 +37,8 @@ def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     with _writing(root), FileLock(root / f"{key}.lock"):
         if target.is_dir():
             return target
-        for left in root.glob(f".{key}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for remains in root.glob(f".{key}-*"):
+            shutil.rmtree(remains, ignore_errors=True)
         part = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         try:
             build(part)
@@ -48,10 +48,10 @@ def prepared(root: Path, key: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
-def remembered(root: Path, key: str, stamp: Any, kind: Any, make: Callable[[], Any]) -> Any:
-    """The plain value that `make` returned when the stamp was the same; otherwise made, and kept as `root/key.json`.
+def cached_value(root: Path, key: str, stamp: Any, kind: Any, make: Callable[[], Any]) -> Any:
+    """The plain value in `root/key.json` if its stamp is the same; otherwise `make` computes it, and it is written there.
 
-    A file that is damaged, or whose value is not of the kind, as in `mismatch`, is as none.
+    A damaged file, or a value that is not of the kind (see `mismatch`), is ignored.
     """
     path = root / f"{key}.json"
     with contextlib.suppress(OSError, Damaged):

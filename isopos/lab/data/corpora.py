@@ -1,11 +1,11 @@
-r"""Text as tokens to train on and held-out ones, memory-mapped, in batches drawn from seed and step.
+r"""Text as memory-mapped tokens for training and evaluation; batches are functions of seed and step.
 
 Example:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder, "rhyme.txt")
     ...     _ = path.write_text("one two three four\n" * 40)
-    ...     corpus = load(str(path), 8)
+    ...     corpus = load_corpus(str(path), 8)
     >>> corpus.vocabulary, len(corpus.train), len(corpus.validation)
     (256, 684, 76)
     >>> tokens, targets = corpus.batch(seed=0, step=1, count=2, length=8)
@@ -26,30 +26,33 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import expect
-from isopos.lab.data.arrays import Arrays, Writer, collect, key_of
-from isopos.lab.data.prepare import SPLITS, Preparation, Progressing, check_tokenizer, named_split, preparing
-from isopos.lab.data.sources import Source, find, survey, whole_lines
+from isopos.deprecation import renamed
+from isopos.lab.data.arrays import Arrays, Writer, in_memory, key_of
+from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, check_tokenizer, named_split, preparing
+from isopos.lab.data.sources import Source, find_source, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SPLITS", "Corpus", "load"]
+__all__ = ["SPLITS", "Corpus", "load_corpus"]
+
+__getattr__ = renamed(__name__, {"load": "isopos.lab.data.corpora.load_corpus"})
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
-FORMAT = 1  # of fingerprints
+FINGERPRINT_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Streams of tokens ``[n]``, unsigned integers, and what they are tokens of."""
+    """Tokens of each split ``[n]``, unsigned integers, with their tokenizer."""
 
     name: str  # of the source
-    sha256: str  # a fingerprint of text and tokens: of the bytes themselves where the tokens are those
+    sha256: str  # a fingerprint of text and tokens; at byte level the hash of the text
     tokenizer: Tokenizer
     train: np.ndarray
     validation: np.ndarray
-    test: np.ndarray  # empty where the source has no third part
+    test: np.ndarray  # empty if the source has no test split
     sizes: dict[str, int]  # bytes of UTF-8 in each split, for bits per byte
 
     @property
@@ -61,22 +64,22 @@ class Corpus:
         """The tokens of train, validation or test.
 
         Raises:
-            ValueError: Where it is another name, or empty.
+            ValueError: If the name is another one, or the split is empty.
         """
         expect("split", name, SPLITS)
         if not len(getattr(self, name)):
-            has = ", ".join(other for other in SPLITS if len(getattr(self, other)))
-            raise ValueError(f"split: expected tokens in {name}, got none in {self.name}; it has {has}")
+            others = ", ".join(other for other in SPLITS if len(getattr(self, other)))
+            raise ValueError(f"split: expected tokens in {name}, got none in {self.name}; it has {others}")
         return getattr(self, name)
 
     def bytes_per_token(self, split: str) -> float:
-        """Mean bytes of UTF-8 a token: nats a token, divided by it and by ln 2, are bits a byte."""
+        """Mean number of UTF-8 bytes per token: bits per byte are nats per token, divided by it and by ln 2."""
         return self.sizes[split] / len(self.split(split))
 
     def batch(self, seed: int, step: int, count: int, length: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets ``[count / ranks, length]`` int64 of one step: a function of its arguments and nothing else.
+        """Inputs and targets ``[count / ranks, length]`` int64 of a step, a function of its arguments alone.
 
-        The ranks' batches, one after another, are the batch of a single one.
+        The batches of all ranks, concatenated, are the batch of a single rank.
         """
         if count % ranks or not 0 <= rank < ranks:
             raise ValueError(f"batch: expected a multiple of the {ranks} ranks, and a rank below, got {count} and {rank}")
@@ -87,10 +90,11 @@ class Corpus:
     def windows(
         self, length: int, limit: int | None, count: int, split: str = "validation", scored: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs ``[<= count, length]`` and targets of their last `scored` tokens (all by default) ``[<= count, scored]``.
+        """Windows of a split: inputs ``[<= count, length]`` and the targets of their last tokens ``[<= count, scored]``.
 
-        Each of the first `limit` tokens of a split that has ``length - scored`` tokens before it is a target once: windows
-        overlap by so much, and the last one, moved back, scores what is left. A split of at most `length` tokens has none.
+        Windows overlap by ``length - scored`` tokens (0 by default). Each of the first `limit` tokens with so many tokens
+        before it is a target exactly once: the last window is moved back and scores the remaining tokens. A split of at
+        most `length` tokens has no window.
         """
         scored = length if scored is None else scored
         if not 0 < scored <= length:
@@ -109,7 +113,7 @@ def _windows(tokens: np.ndarray, starts: Iterable[int], length: int, scored: int
     return stacked[:, :-1], stacked[:, length + 1 - scored :]
 
 
-def load(
+def load_corpus(
     source: str,
     length: int,
     *,
@@ -118,35 +122,35 @@ def load(
     cache: Path | None = None,
     console: "Console | None" = None,
 ) -> Corpus:
-    """The tokens of a source: prepared once, then memory-mapped.
+    """The corpus of a source, tokenized once, then memory-mapped.
 
     Names that contain train, valid and test make the splits (WikiText's files, a dataset's). Of an archive of several files
     a twentieth, whole ones, is validation and another is test, chosen by a hash of their names. Of any other text the last
     tenth is validation, and there is no test.
 
-    Plain files at byte level are taken as they are, and up to 64 MiB stay in memory. All else has folders in the cache,
-    named by hashes of the text and of the tokenizer. A text is known to be the same by its files' sizes and times of change,
-    so that a second start does not read it.
+    Plain files at byte level are used unchanged, and up to 64 MiB stay in memory. Everything else has folders in the
+    cache, named by hashes of the text and of the tokenizer. The sizes and modification times of files identify a text, so
+    that a second start does not read it.
 
     Args:
         source: Empty for the Python language reference, hf:NAME[:CONFIG], or the path of a file, an archive or a folder.
-        length: Tokens of a window to train with, of which train and validation need one each.
-        tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
-        vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
-        cache: A folder; by default $ISOPOS_CACHE, else isopos in $XDG_CACHE_HOME, else ~/.cache/isopos.
-        console: Shows the progress of the preparation; by default it is silent.
+        length: Tokens of a training window; train and validation need one window each.
+        tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
+        vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
+        cache: Folder of the cache; by default $ISOPOS_CACHE, else isopos in $XDG_CACHE_HOME, else ~/.cache/isopos.
+        console: Shows the progress; by default nothing is shown.
 
     Raises:
-        ValueError: Where there is nothing to read, a file is broken (with file and line), a split is shorter than a window,
-            or the vocabulary does not cover the text.
+        ValueError: If there is nothing to read, a file is broken (with file and line), a split is shorter than a window, or
+            the vocabulary does not cover the text.
     """
     check_tokenizer(tokenizer, vocabulary)
-    found = find(source)
-    raw = found.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
-    if raw and sum(path.stat().st_size for path in found.files) <= SMALL:
-        corpus = _in_memory(found)
+    documents = find_source(source)
+    raw = documents.plain and (tokenizer == "bytes" or isinstance(tokenizer, Bytes))
+    if raw and sum(path.stat().st_size for path in documents.files) <= SMALL:
+        corpus = _in_memory(documents)
     else:
-        with preparing(found, root=cache, console=console, raw=raw) as preparation:
+        with preparing(documents, root=cache, console=console, raw=raw) as preparation:
             corpus = _in_cache(preparation, raw, tokenizer, vocabulary)
     for split in ("train", "validation"):
         tokens = len(getattr(corpus, split))
@@ -159,20 +163,22 @@ def load(
 
 
 def _in_memory(source: Source) -> Corpus:
-    """The bytes of plain files as they are."""
+    """The bytes of plain files, unchanged."""
     sha256, sizes = survey(source, raw=True)
     text = _Text(source, True, sha256, _with_text(sizes))
-    return _corpus(source, sha256, Bytes(), collect(lambda writer: text.write(writer, Bytes())))
+    return _corpus(source, sha256, Bytes(), in_memory(lambda writer: text.write(writer, Bytes())))
 
 
 def _in_cache(preparation: Preparation, raw: bool, kind: str | Tokenizer, vocabulary: int | None) -> Corpus:
-    """Memory-mapped tokens, which are named by the text and the tokenizer, whether that was learned now or before."""
+    """Memory-mapped tokens of a folder of the cache, whose key follows from text and tokenizer."""
     (source,), ((sha256, sizes),) = preparation.sources, preparation.surveys
     text = _Text(source, raw, sha256, _with_text(sizes), preparation.progressing)
     preparation = replace(preparation, key=text.key)
     tokenizer = preparation.tokenizer(kind, vocabulary, lambda: text.pieces("train"))
     arrays = preparation.arrays("stream", lambda writer: text.write(writer, tokenizer), tokenizer.fingerprint)
-    return _corpus(source, sha256 if raw else key_of(FORMAT, text.key, tokenizer.fingerprint)[:32], tokenizer, arrays)
+    return _corpus(
+        source, sha256 if raw else key_of(FINGERPRINT_VERSION, text.key, tokenizer.fingerprint)[:32], tokenizer, arrays
+    )
 
 
 def _corpus(source: Source, sha256: str, tokenizer: Tokenizer, arrays: Arrays) -> Corpus:
@@ -181,13 +187,13 @@ def _corpus(source: Source, sha256: str, tokenizer: Tokenizer, arrays: Arrays) -
 
 @dataclass(frozen=True)
 class _Text:
-    """A source that was read once, which told its hash and its documents' sizes; what is made of it a block at a time."""
+    """A source whose hash and sizes are known, read block by block."""
 
     source: Source
     raw: bool
     sha256: str
     sizes: list[tuple[str, int]]
-    progressing: Progressing = lambda stage, done, total: None
+    progressing: OnProgress = lambda stage, done, total: None
 
     @cached_property
     def documents(self) -> dict[str, str]:
@@ -199,14 +205,14 @@ class _Text:
 
     @property
     def cut(self) -> int:
-        """The byte from which on text is held out, where its documents do not say what is."""
+        """The byte at which the train split ends, where documents do not determine splits."""
         return 0 if self.documents else self.total - self.total // 10
 
     @property
     def key(self) -> str:
         """A hash of the text and its parts."""
         parts = [[self.documents.get(name), size] for name, size in self.sizes]
-        return f"text-{key_of(FORMAT, self.sha256, self.raw, self.cut, parts)[:32]}"
+        return f"text-{key_of(FINGERPRINT_VERSION, self.sha256, self.raw, self.cut, parts)[:32]}"
 
     def parts(self, stage: str) -> Iterator[tuple[str, str, int, bytes]]:
         """Split, document, line and block, in the order of the source."""
@@ -226,12 +232,12 @@ class _Text:
                 self.progressing(stage, offset, self.total)
 
     def pieces(self, split: str) -> Iterator[str]:
-        """The text of a split, to learn a vocabulary from."""
+        """The text of a split, from which a vocabulary is learned."""
         parts = self.parts("learning the vocabulary")
         return (_text(name, line, piece) for other, name, line, piece in parts if other == split)
 
     def write(self, writer: Writer, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Write the tokens of each split; return how many bytes they are."""
+        """Write the tokens of each split; return the numbers of their bytes."""
         dtype, sizes = np.min_scalar_type(tokenizer.size - 1), dict.fromkeys(SPLITS, 0)
         for split in SPLITS:
             writer.add(split, np.empty(0, dtype))
@@ -243,7 +249,7 @@ class _Text:
 
 
 def _cut(block: bytes, at: int, raw: bool) -> int:
-    """Where in a block the train split ends: at a byte, or after the white space that follows it."""
+    """The place in a block where the train split ends: at a byte, or after the white space that follows it."""
     if at <= 0 or at >= len(block) or raw:
         return min(max(at, 0), len(block))
     space = re.compile(rb"\s").search(block, at - 1)
@@ -251,7 +257,7 @@ def _cut(block: bytes, at: int, raw: bool) -> int:
 
 
 def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The documents that have any; one that names itself a split would be replaced by another text, and is an error."""
+    """The documents that are not empty. An empty file whose name denotes a split is an error."""
     for name, size in sizes:
         if not size and (split := _named(name)):
             raise ValueError(f"data: expected text in {name}, which is {split} by its name, got none; fill or remove it")
@@ -259,7 +265,7 @@ def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _by_document(source: Source, names: list[str]) -> dict[str, str]:
-    """The split of each document that has one; empty where the end of the text is held out."""
+    """The split of each document by name; empty if the end of the text is held out instead."""
     if not names:
         raise ValueError(f"data: expected text, but {source.name} is empty")
     named = {name: split for name in names if (split := _named(name))}
@@ -280,7 +286,7 @@ def _by_document(source: Source, names: list[str]) -> dict[str, str]:
 
 
 def _named(name: str) -> str | None:
-    """The split that a file of text is, by its name."""
+    """The split that the name of a file of text denotes."""
     suffix = PurePosixPath(name.replace("\\", "/")).suffix.lower()
     return named_split(name) if suffix in ("", ".txt", ".tokens", ".raw", ".csv") else None
 

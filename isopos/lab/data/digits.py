@@ -1,4 +1,4 @@
-"""Digits that are drawn: strokes of our own, moved, slanted and thickened at random, on noise. No file is read."""
+"""Synthetic images of digits: strokes, randomly moved, slanted and thickened, on noise. No file is read."""
 
 import numpy as np
 
@@ -16,14 +16,14 @@ STROKES: tuple[str, ...] = (
     "5,5 2,3 3,0 7,0 8,3 5,5 1,7 3,10 7,10 9,7 5,5",
     "8,4 5,5 2,3 3,0 7,0 8,3 6,10",
 )
-"""The corners of each digit's line, right and down, in a box of 10 by 10."""
+"""Corners of the line of each digit: x to the right and y downwards, in a box of 10 by 10."""
 BLOCK = 500  # images drawn at once
 
 
 def draw(seed: int, count: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """So many images ``[n 1 h w]`` uint8, light on dark, and their digits ``[n]``: a function of the arguments.
+    """Images ``[n 1 h w]`` uint8, light on dark, and their digits ``[n]``: a function of the arguments.
 
-    The middle of a digit lies anywhere in the middle third, its height is from two to three fifths of the shorter side.
+    The centre of a digit lies in the middle third of the image; its height is two to three fifths of the shorter side.
 
     Examples:
         >>> pixels, digits = draw(0, 4, 28, 28)
@@ -48,19 +48,19 @@ def _drawn(random: np.random.Generator, digits: np.ndarray, height: int, width: 
     shape = turned @ np.stack([np.stack([aspect, slant], -1), np.stack([0 * one, one], -1)], -2) * size[:, None, None]
     begin, end = (np.einsum("nij,nsj->nsi", shape, points - 5) + middle[:, None] for points in (begin, end))
     begin, end, half = (values.astype(np.float32) for values in (begin, end, half))
-    place = np.stack(np.meshgrid(np.arange(width), np.arange(height)), -1).reshape(-1, 2).astype(np.float32)  # [p 2]
-    nearest = np.full((n, len(place)), np.inf, np.float32)
+    pixel = np.stack(np.meshgrid(np.arange(width), np.arange(height)), -1).reshape(-1, 2).astype(np.float32)  # [p 2]
+    nearest = np.full((n, len(pixel)), np.inf, np.float32)
     for a, b in zip(begin.swapaxes(0, 1), end.swapaxes(0, 1), strict=True):  # distances to one segment of each digit
-        along, off = (b - a)[:, None], place - a[:, None]
-        share = np.clip((off * along).sum(-1) / np.maximum((along**2).sum(-1), 1e-9), 0, 1)
-        nearest = np.minimum(nearest, np.hypot(*np.moveaxis(off - share[..., None] * along, -1, 0)))
+        segment, offset = (b - a)[:, None], pixel - a[:, None]
+        share = np.clip((offset * segment).sum(-1) / np.maximum((segment**2).sum(-1), 1e-9), 0, 1)
+        nearest = np.minimum(nearest, np.hypot(*np.moveaxis(offset - share[..., None] * segment, -1, 0)))
     ink = np.clip(half[:, None] + 0.5 - nearest, 0, 1) * random.uniform(0.6, 0.9, n)[:, None]
     noise = 0.08 * random.standard_normal(ink.shape)
     return (255 * np.clip(ink + 0.1 + noise, 0, 1)).astype(np.uint8).reshape(n, height, width)
 
 
 def _segments(digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Begins and ends of the segments of each digit, the last repeated to as many as the longest line has."""
+    """Ends of the segments of each digit, padded to the longest line by repeating the last point."""
     lines = [np.array([[float(x) for x in corner.split(",")] for corner in line.split()]) for line in STROKES]
     most = max(map(len, lines))
     padded = np.stack([np.concatenate([line, np.repeat(line[-1:], most - len(line), 0)]) for line in lines])[digits]

@@ -1,7 +1,7 @@
-"""ListOps: nested operations on lists of digits, as tokens, answers and trees; files of them, and random ones.
+"""ListOps: nested operations on lists of digits, as tokens, answers and trees; read from files, or random.
 
-The rows of Nangia and Bowman bracket their lists in pairs, ``( ( ( [MAX 2 ) 9 ) ] )``. The parentheses say nothing that the
-square brackets do not, and are left out: ``[MAX 2 9 ]``.
+The rows of Nangia and Bowman bracket their lists in pairs, ``( ( ( [MAX 2 ) 9 ) ] )``. The parentheses are redundant and
+are dropped: ``[MAX 2 9 ]``.
 
 References:
     ListOps: a diagnostic dataset for latent tree learning (Nangia and Bowman 2018). https://arxiv.org/abs/1804.06028
@@ -9,21 +9,21 @@ References:
     https://arxiv.org/abs/2011.04006
 """
 
-import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
-from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.deprecation import renamed
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
+from isopos.lab.data.labelled import assign_splits, lines_of, row_error, two_columns
 from isopos.lab.data.prepare import SPLITS, preparing
-from isopos.lab.data.sources import find
+from isopos.lab.data.sources import find_source
+from isopos.lab.data.splits import Splits, stored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,20 +34,21 @@ __all__ = [
     "OPERATORS",
     "TOKENS",
     "Expression",
-    "Rows",
-    "Stored",
     "encode",
     "evaluate",
     "generate",
-    "nodes",
-    "read",
-    "text",
+    "read_expressions",
+    "splits_of",
+    "to_text",
+    "tree_nodes",
     "write",
 ]
 
+__getattr__ = renamed(__name__, {"read": "isopos.lab.data.expressions.read_expressions"})
+
 
 def _median(numbers: Sequence[int]) -> int:
-    """Rounded down between two."""
+    """The median, rounded down."""
     n, ordered = len(numbers), sorted(numbers)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) // 2
 
@@ -61,9 +62,9 @@ OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
     "LAST": lambda numbers: numbers[-1],
     "PM": lambda numbers: math.prod(numbers) % 10,
 }
-"""What each makes of its arguments: sum and product are modulo 10, the median is rounded down."""
+"""Functions of the arguments: sum and product are modulo 10, the median is rounded down."""
 TOKENS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
-"""A digit's number is its own."""
+"""The number of a digit's token is the digit."""
 CLOSE = len(TOKENS) - 1
 NUMBERS = {token: number for number, token in enumerate(TOKENS)}
 FUNCTIONS = tuple(OPERATORS.values())
@@ -73,10 +74,10 @@ WORD = re.compile(r"\]|[^\s()\]]+")
 
 
 class Misplaced(ValueError):
-    """Text is no expression, which shows at its n-th token."""
+    """The text is not an expression; its n-th token is wrong."""
 
-    def __init__(self, said: str, n: int):
-        super().__init__(said)
+    def __init__(self, message: str, n: int):
+        super().__init__(message)
         self.n = n
 
 
@@ -86,7 +87,7 @@ class Expression(NamedTuple):
     Args:
         tokens: Numbers of `TOKENS`.
         answer: Its value.
-        branches: Of its tree, whose operators have their arguments and the closing bracket as children.
+        branches: Largest number of children in its tree; an operator's children are its arguments and the closing bracket.
     """
 
     tokens: bytes
@@ -94,46 +95,8 @@ class Expression(NamedTuple):
     branches: int
 
 
-@dataclass(frozen=True, eq=False)
-class Stored(Sequence[Expression]):
-    """The expressions of a split, made of what `write` wrote where they are asked for."""
-
-    arrays: Arrays
-    split: str
-    rows: np.ndarray  # which of those that are there
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each."""
-        return self.arrays.lengths(self.split)[self.rows]
-
-    @property
-    def answers(self) -> np.ndarray:
-        """Values, from 0 to 9."""
-        return self.arrays[f"{self.split}-about"][self.rows, 0]
-
-    @property
-    def branches(self) -> np.ndarray:
-        """Of each one's tree."""
-        return self.arrays[f"{self.split}-about"][self.rows, 1]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, n: int) -> Expression: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Expression]: ...
-    def __getitem__(self, n: int | slice) -> Expression | list[Expression]:
-        if isinstance(n, slice):
-            return [self[row] for row in range(*n.indices(len(self)))]
-        row = int(self.rows[n])
-        answer, branches = self.arrays[f"{self.split}-about"][row].tolist()
-        return Expression(self.arrays.sequence(self.split, row).tobytes(), answer, branches)
-
-
 def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
-    """Write expressions, each after its split: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
+    """Write pairs of a split and an expression: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
     sequences = {split: Ragged(writer, split, 256) for split in SPLITS}
     for split in SPLITS:
         writer.add(f"{split}-about", np.empty((0, 2), np.int32))
@@ -142,57 +105,21 @@ def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
         writer.add(f"{split}-about", np.array([[answer, branches]]))
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Expressions by split, and how many there were besides.
+def splits_of(arrays: Arrays) -> Splits[Expression]:
+    """The expressions that `write` wrote, with the column `about`: answers and branches ``[n 2]``."""
+    return Splits(stored(arrays, _expression), arrays.facts, "expressions")
 
-    Args:
-        splits: Those of train, validation and test; the last may be empty.
-        long: Left out, since they were longer than wanted.
-        repeated: Left out, since a split that is held out has the same expression.
 
-    Raises:
-        ValueError: Where train or validation has none.
-    """
-
-    splits: Mapping[str, Stored]
-    long: int = 0
-    repeated: int = 0
-
-    def __post_init__(self) -> None:
-        remedy = f"{self.long} are longer: raise --longest" if self.long else "give it more rows"
-        for split in SPLITS[:2]:
-            if not len(self.splits[split]):
-                count = sum(map(len, self.splits.values()))
-                raise ValueError(f"data: expected expressions for {split}, got none among {count}; {remedy}")
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> "Rows":
-        """All that was written, and as repeated what its facts say."""
-        splits = {split: Stored(arrays, split, np.arange(len(arrays[f"{split}-about"]))) for split in SPLITS}
-        return cls(splits, repeated=arrays.facts.get("repeated", 0))
-
-    @property
-    def sha256(self) -> str:
-        """A fingerprint of all that is left, in its order."""
-        digest = hashlib.sha256()
-        for split in SPLITS:
-            digest.update(split.encode())
-            for n, row in enumerate(self.splits[split]):
-                digest.update(b"\xff" * (n > 0) + row.tokens)
-        return digest.hexdigest()
-
-    def up_to(self, longest: int) -> "Rows":
-        """Those of at most so many tokens."""
-        short = {name: replace(rows, rows=rows.rows[rows.lengths <= longest]) for name, rows in self.splits.items()}
-        return Rows(short, sum(len(self.splits[name]) - len(short[name]) for name in SPLITS), self.repeated)
+def _expression(arrays: Arrays, split: str, row: int) -> Expression:
+    answer, branches = arrays[f"{split}-about"][row].tolist()
+    return Expression(arrays.sequence(split, row).tobytes(), answer, branches)
 
 
 def encode(text: str) -> bytes:
     """Tokens of an expression, without parentheses.
 
     Raises:
-        ValueError: Where there is another word.
+        ValueError: If a word is not a token.
 
     Examples:
         >>> list(encode("( ( [MAX 2 ) 9 ) ]"))
@@ -207,11 +134,11 @@ def encode(text: str) -> bytes:
     return bytes([NUMBERS[word] for word in words])
 
 
-def text(tokens: bytes) -> str:
+def to_text(tokens: bytes) -> str:
     """The expression of tokens.
 
     Examples:
-        >>> text(encode("[MAX 2 [MIN 4 7]]"))
+        >>> to_text(encode("[MAX 2 [MIN 4 7]]"))
         '[MAX 2 [MIN 4 7 ] ]'
     """
     return " ".join(TOKENS[token] for token in tokens)
@@ -221,14 +148,14 @@ def evaluate(tokens: bytes) -> Expression:
     """The expression of tokens, with its answer.
 
     Raises:
-        ValueError: Where the tokens are no expression.
+        ValueError: If the tokens are not an expression.
 
     Examples:
         >>> evaluate(encode("[MAX 2 9 [MIN 4 7] 0]"))[1:]
         (9, 5)
     """
-    values: list[list[int]] = [[]]  # of the expression, and of each list that is open
-    opened: list[int] = []  # the places of their operators
+    values: list[list[int]] = [[]]  # arguments at top level and in each open list
+    opened: list[int] = []  # positions of the operators of open lists
     branches = 1
     for n, token in enumerate(tokens):
         if token < 10:
@@ -253,18 +180,18 @@ def evaluate(tokens: bytes) -> Expression:
     return Expression(tokens, values[0][0], branches)
 
 
-def nodes(tokens: bytes) -> list[tuple[int, int]]:
-    """The tree of an expression: for each token the row of its parent and the branch taken there, as of `positions.Tree`.
+def tree_nodes(tokens: bytes) -> list[tuple[int, int]]:
+    """Tree positions of an expression: (parent's row, branch) of each token, as for `positions.Tree`.
 
-    An operator's children are its arguments, in their order, and last the bracket that closes it: so a model sees the same
-    tokens with every kind of positions, and every token has its own place.
+    An operator's children are its arguments, in order, and finally its closing bracket. So a model sees the same tokens with
+    every kind of positions, and every token has a position of its own.
 
     Examples:
-        >>> nodes(encode("[MAX 2 [MIN 4 7] 9]"))
+        >>> tree_nodes(encode("[MAX 2 [MIN 4 7] 9]"))
         [(-1, -1), (0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (0, 2), (0, 3)]
     """
     rows: list[tuple[int, int]] = []
-    opened: list[list[int]] = []  # row and children of each
+    opened: list[list[int]] = []  # row and number of children of each open operator
     for row, token in enumerate(tokens):
         if opened:
             rows.append((opened[-1][0], opened[-1][1]))
@@ -278,44 +205,43 @@ def nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read(source: str, root: Path | None = None, console: "Console | None" = None) -> Rows:
-    """The expressions of a file, or of those in a folder whose names end with .tsv; also packed, as .tsv.gz.
+def read_expressions(source: str, console: "Console | None" = None) -> Splits[Expression]:
+    """The expressions of a file, or of the .tsv files in a folder; also packed, as .tsv.gz.
 
-    A row is a label, a tab and an expression; or the columns are named, Source and Target, in the first. Every label is
-    compared with what the expression evaluates to. Names that contain train, valid and test make the splits; without valid,
+    A row is a label, a tab and an expression, unless the first row names the columns: Source and Target. Every label is
+    compared with the value of its expression. Names that contain train, valid and test make the splits; without valid,
     a tenth of train is held out. Where no name contains train, a tenth of all is validation and a tenth is test. Tenths are
-    chosen by a hash of the tokens, so no two splits have an expression in common. Names can make them overlap: then what
-    test has is left out of validation and train, and what validation has of train. Prepared once, then memory-mapped.
+    chosen by a hash of the tokens, so splits are disjoint. Splits made by names may overlap: expressions of test are then
+    dropped from validation and train, and expressions of validation from train. Prepared once, then memory-mapped.
 
     Args:
         source: A path.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        console: Shows the progress.
 
     Raises:
-        ValueError: Where there is nothing to read, or a row is wrong (with file, line and column).
+        ValueError: If there is nothing to read, or a row is wrong (with file, line and column).
     """
     if not Path(source).exists():
         raise ValueError(
             f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
         )
-    with preparing(find(source), root=root, console=console) as preparation:
-        (found,), alone = preparation.sources, Path(source).is_file()
+    with preparing(find_source(source), console=console) as preparation:
+        (files,), alone = preparation.sources, Path(source).is_file()
         names = [name for name in preparation.names if alone or name.lower().endswith(".tsv")]
         if not names:
             raise _nothing(f"in files that end with .tsv or .tsv.gz, got none in {source}")
 
         def rows(left: Counter[str]) -> Iterator[tuple[str, Expression]]:
-            for name, blocks in found.read(raw=False):
+            for name, blocks in files.read(raw=False):
                 if name in names:
                     yield from ((name, row) for row in _rows(name, lines_of(name, blocks)))
 
         def fill(writer: Writer) -> dict[str, int]:
             left = Counter()
-            write(writer, assigned(rows, names, lambda row: (row.tokens, row.tokens), left))
+            write(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), left))
             return dict(left)
 
-        return Rows.of(preparation.arrays("expressions", fill))
+        return splits_of(preparation.arrays("expressions", fill))
 
 
 def _nothing(what: str) -> ValueError:
@@ -323,29 +249,22 @@ def _nothing(what: str) -> ValueError:
 
 
 def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
-    label, formula, some = 0, 1, False
-    for number, line in enumerate(lines, 1):
-        cells = line.removesuffix("\n").split("\t")
-        if not line.strip():
-            continue
-        if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
-            formula = [cell.strip().lower() for cell in cells].index("source")
-            label = 1 - formula
-            continue
+    some = False
+    for number, cells, formula in two_columns(lines, source=1):
         try:
             if len(cells) != 2:
                 raise ValueError(f"expected a label, a tab and an expression, got {len(cells)} columns")
-            row, given = evaluate(encode(cells[formula])), cells[label].strip()
-            if given not in TOKENS[:10]:
-                raise ValueError(f"expected a label from 0 to 9, got {given!r}")
-            if int(given) != row.answer:
-                raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {given}")
+            row, label = evaluate(encode(cells[formula])), cells[1 - formula].strip()
+            if label not in TOKENS[:10]:
+                raise ValueError(f"expected a label from 0 to 9, got {label!r}")
+            if int(label) != row.answer:
+                raise ValueError(f"expected the label {row.answer}, to which the expression evaluates, got {label}")
         except ValueError as error:
             column = None
             if isinstance(error, Misplaced):
                 before = len("\t".join(cells[:formula])) + (formula > 0)
                 column = 1 + before + [word.start() for word in WORD.finditer(cells[formula])][error.n]
-            raise wrong(name, number, str(error), column) from None
+            raise row_error(name, number, str(error), column) from None
         some = True
         yield row
     if not some:
@@ -354,16 +273,16 @@ def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
 
 def generate(
     seed: int, counts: Sequence[int], *, operators: Sequence[str], depth: int, arguments: int, longest: int
-) -> Rows:
-    """Random expressions, all different, of the published procedure: an argument is a list with probability 1/4.
+) -> Splits[Expression]:
+    """Distinct random expressions by the published procedure: an argument is a list with probability 1/4.
 
     Args:
-        seed: Of the random numbers.
-        counts: Expressions of train, validation and test.
+        seed: Seed of the random numbers.
+        counts: Numbers of expressions in train, validation and test.
         operators: Names of `OPERATORS`, equally likely.
-        depth: Lists inside each other, at most.
-        arguments: Of a list: from 2 to so many, equally likely.
-        longest: Tokens of an expression, at most.
+        depth: Largest depth of nested lists.
+        arguments: Largest number of arguments; all numbers from 2 on are equally likely.
+        longest: Largest number of tokens.
 
     Examples:
         >>> rows = generate(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
@@ -390,11 +309,11 @@ def generate(
         write(writer, zip(splits, map(evaluate, different), strict=False))
         return {}
 
-    return Rows.of(collect(fill))
+    return splits_of(in_memory(fill))
 
 
 def _uniform(seed: int) -> Iterator[float]:
-    """Numbers in [0, 1) without end."""
+    """Endless random numbers in [0, 1)."""
     random = np.random.default_rng(seed)
     while True:
         yield from random.random(1 << 14).tolist()

@@ -1,7 +1,7 @@
-"""The tasks of GLUE: texts, or pairs of texts, with a label, in the layouts of files in which they are published.
+"""The tasks of GLUE: labelled texts or pairs of texts, read from the published files.
 
-Those are the folders of GLUE's own archive (train.tsv, dev.tsv, of MNLI dev_matched.tsv and dev_mismatched.tsv), and CoLA's
-and STS-B's own, whose tables have no header. GLUE keeps the labels of its tests to itself.
+These are the folders of GLUE's archive (train.tsv and dev.tsv; for MNLI dev_matched.tsv and dev_mismatched.tsv), and the
+archives of CoLA and STS-B, whose tables have no header. The labels of GLUE's test splits are not published.
 
 References:
     GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language Understanding (Wang et al. 2019).
@@ -19,31 +19,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
+from isopos.deprecation import renamed
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.prepare import preparing
-from isopos.lab.data.sources import Source, find, whole_lines
+from isopos.lab.data.sources import Source, find_source, whole_lines
 from isopos.lab.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load", "phrases", "read", "subset_of"]
+__all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load_glue", "phrases", "read_glue", "subset_of"]
 
-HIGHEST = 5  # of scores
+__getattr__ = renamed(__name__, {"load": "isopos.lab.data.glue.load_glue"})
+
+HIGHEST = 5  # score
 SPLITS: tuple[str, ...] = ("train", "validation", "mismatched", "test")
-OLDER = {"original", "tokenized"}  # folders of what a task was made from
+SKIPPED = {"original", "tokenized"}  # folders of raw data
 
 
 @dataclass(frozen=True)
 class Subset:
     """One task of GLUE."""
 
-    texts: tuple[str, ...]  # columns
-    label: str  # the column
-    labels: tuple[str, ...] = ("0", "1")  # what it may hold; nothing: a number from 0 to 5
-    figures: tuple[str, ...] = ("accuracy",)  # of merit, the main one first
-    plain: tuple[int, ...] = ()  # numbers of the columns of texts and label where a table has no header
-    ragged: bool = False  # whether published rows lack columns, and are left out
+    texts: tuple[str, ...]  # names of their columns
+    label: str  # name of its column
+    labels: tuple[str, ...] = ("0", "1")  # classes; empty: the label is a number from 0 to 5
+    figures: tuple[str, ...] = ("accuracy",)  # metrics, the main one first
+    plain: tuple[int, ...] = ()  # columns of texts and label in tables without a header
+    ragged: bool = False  # whether published rows with missing columns are skipped
 
 
 PAIR = ("sentence1", "sentence2")
@@ -61,59 +64,56 @@ SUBSETS = {
 
 
 class Sample(NamedTuple):
-    """One or two texts, and the number of their label, or a score from 0 to 1, which is a fifth of that in the file."""
+    """One or two texts, and the number of their label, or a score from 0 to 1 (a fifth of the score in the file)."""
 
     texts: tuple[str, ...]
     answer: float
 
 
 def subset_of(source: str) -> str:
-    """The task that a folder, or one that it is in, is called after; of no folder CoLA, whose like `phrases` are.
+    """The task whose name is that of the folder or of one of its parents; CoLA if the source is empty (`phrases`).
 
     Raises:
-        ValueError: Where none is.
+        ValueError: If no folder has the name of a task.
 
     Examples:
         >>> subset_of("glue_data/RTE"), subset_of("CoLA/cola_public.zip"), subset_of("")
         ('RTE', 'CoLA', 'CoLA')
     """
-    found = next((name for part in reversed(Path(source).parts) for name in SUBSETS if Path(part).stem == name), "")
-    if source and not found:
+    name = next((name for part in reversed(Path(source).parts) for name in SUBSETS if Path(part).stem == name), "")
+    if source and not name:
         raise ValueError(
             f"subset: expected one of {', '.join(SUBSETS)}, which no folder of {source} is called after; name it"
         )
-    return found or "CoLA"
+    return name or "CoLA"
 
 
-def load(
-    source: str, name: str, tokenizer: Tokenizer, *, root: Path | None = None, console: "Console | None" = None
-) -> Arrays:
-    """The samples of a source, prepared once, then memory-mapped, by split.
+def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: "Console | None" = None) -> Arrays:
+    """The samples of a source by split, prepared once, then memory-mapped.
 
-    Those of a split are SPLIT-tokens and SPLIT-starts, of one text after another, and SPLIT-answers; `left` of the facts
-    tells what was left out, counted.
+    Each split has the arrays SPLIT-tokens and SPLIT-starts of all texts, and SPLIT-answers. The fact `left` counts skipped
+    rows and files.
 
     Args:
-        source: As in `read`; empty: `phrases`.
-        name: Of `SUBSETS`.
-        tokenizer: Makes tokens of texts.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        source: As in `read_glue`; empty: `phrases`.
+        name: A key of `SUBSETS`.
+        tokenizer: Turns texts into tokens.
+        console: Shows the progress.
 
     Raises:
-        ValueError: As of `read`, and where there is no row to train with or none for validation.
+        ValueError: As of `read_glue`, and if train or validation has no row.
     """
     expect("subset", name, SUBSETS)
     if not source:
-        return collect(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
+        return in_memory(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
-    with preparing(find(source), root=root, console=console) as preparation:
-        (found,) = preparation.sources
+    with preparing(find_source(source), console=console) as preparation:
+        (files,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
             left = Counter()
-            facts = _fill(writer, read(found, name, left), tokenizer, left)
+            facts = _fill(writer, read_glue(files, name, left), tokenizer, left)
             for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
                 if not facts["rows"][split]:
                     raise ValueError(f"data: expected {name}'s {file} with labels, or a .gz of it, got none in {source}")
@@ -132,23 +132,23 @@ def _fill(writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Toke
     return {"rows": rows, "left": dict(left)}
 
 
-def read(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[str, Sample]]:
-    """The split and the sample of each row of tables whose names end with .tsv, or .tsv.gz.
+def read_glue(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[str, Sample]]:
+    """The split and the sample of each row of .tsv or .tsv.gz tables.
 
-    A name speaks of train, dev (validation), mismatched, or test; others, those of ids and what lies in folders called
-    original or tokenized are not read. Tests without labels are left out.
+    The name of a file denotes its split: train, dev (validation), mismatched or test. Other files, files of ids, and the
+    folders original and tokenized are skipped, and so are test tables without labels.
 
     Args:
         source: A folder or an archive.
-        name: Of `SUBSETS`.
-        left: Counts what is left out.
+        name: A key of `SUBSETS`.
+        left: Counts what is skipped.
 
     Raises:
-        ValueError: Where a row is wrong (with file and line).
+        ValueError: If a row is wrong (with file and line).
     """
     for file, blocks in source.read(raw=False):
         path = PurePosixPath(Path(file).as_posix())
-        if path.suffix.lower() != ".tsv" or OLDER & {*path.parts}:
+        if path.suffix.lower() != ".tsv" or SKIPPED & {*path.parts}:
             continue
         if split := _split(path.stem):
             for sample in _samples(file, split, SUBSETS[name], whole_lines(blocks), left):
@@ -208,18 +208,18 @@ def _sample(cells: list[str], at: tuple[int, ...], subset: Subset) -> Sample:
 
 
 def phrases() -> Iterator[tuple[str, Sample]]:
-    """Phrases of the Python language reference, every other one with its words in reverse order, which has the label 0.
+    """Phrases of the Python language reference; every other one has its words in reverse order and the label 0.
 
-    The last tenth is for validation.
+    The last tenth is the validation split.
 
     Examples:
         >>> split, sample = next(phrases())
         >>> split, sample.answer
         ('train', 1)
     """
-    (_, blocks), *_ = find("").documents()
-    found = re.findall(r"(?:\b[a-z]+ ){5,11}[a-z]+\b", " ".join(b"".join(blocks).decode().split()))
-    different = dict.fromkeys(found)
+    (_, blocks), *_ = find_source("").documents()
+    phrases_of = re.findall(r"(?:\b[a-z]+ ){5,11}[a-z]+\b", " ".join(b"".join(blocks).decode().split()))
+    different = dict.fromkeys(phrases_of)
     for n, words in enumerate(phrase.split() for phrase in different):
         split = "train" if n < len(different) - len(different) // 10 else "validation"
         yield split, Sample((" ".join(words[:: 1 if n % 2 == 0 else -1]),), 1 - n % 2)

@@ -1,6 +1,6 @@
-"""Images with a class each: of folders, archives or the hub, decoded once into a cache, and digits that are drawn.
+"""Labelled images of folders, archives or the hub, decoded once into a cache; and synthetic digits.
 
-The folder of an image, or the first below train, valid or test, is its class.
+The class of an image is its folder: the first one below train, valid or test, if there are such folders.
 """
 
 import hashlib
@@ -17,37 +17,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from isopos.deprecation import renamed
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Writer, key_of
 from isopos.lab.data.digits import draw
-from isopos.lab.data.prepare import SPLITS, Preparation, Progressing, shown
-from isopos.lab.data.sources import Source, find, hub_images
+from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
+from isopos.lab.data.sources import Source, find_source, hub_images
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Pictures", "digits", "read"]
+__all__ = ["ImageDataset", "digits", "read_images"]
 
-FORMAT = 3  # of a prepared folder
-SIDE, COUNTS = 28, (8000, 1000, 1000)  # pixels of drawn digits, unless told; how many are in each split
+__getattr__ = renamed(
+    __name__, {"Pictures": "isopos.lab.data.images.ImageDataset", "read": "isopos.lab.data.images.read_images"}
+)
+
+CACHE_VERSION = 3
+SIDE, COUNTS = 28, (8000, 1000, 1000)  # default size of synthetic digits in pixels; their numbers in each split
 NAMES = {"train": "train", "valid": "validation", "validation": "validation", "val": "validation", "test": "test"}
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
-TURNED = (5, 6, 7, 8)  # orientations of EXIF whose height and width are exchanged
-AHEAD = 16  # images that each thread may decode before they are written
+TRANSPOSED = (5, 6, 7, 8)  # orientations of EXIF that exchange height and width
+AHEAD = 16  # decoded images per thread that may wait to be written
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
-    """Images of one size, those of a split in the order of a hash of their files.
+class ImageDataset:
+    """Labelled images of one size; each split is ordered by a hash of the files.
 
     Args:
-        name: Of their source.
+        name: Name of the source.
         sha256: A fingerprint of files and names, or of the pixels.
         pixels: ``[n c h w]`` uint8.
-        labels: ``[n]``, numbers of classes.
-        splits: Rows of train, validation and test; the last may be empty.
-        classes: Their names.
-        left: What was left out, in a few words each.
+        labels: Numbers of classes ``[n]``.
+        splits: Rows of train, validation and test; test may be empty.
+        classes: Names of the classes.
+        skipped: Descriptions of the files that were skipped.
     """
 
     name: str
@@ -56,24 +61,24 @@ class Pictures:
     labels: np.ndarray
     splits: Mapping[str, np.ndarray]
     classes: Sequence[str]
-    left: Sequence[str] = ()
+    skipped: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class _Survey:
-    """What is known of a source before anything is decoded."""
+    """Properties of a source that are known before images are decoded."""
 
     sha256: str
-    channels: int  # 1 where no image has colours, else 3
-    height: int = 0  # of all images; 0 where they differ
+    channels: int  # 1 if all images are grey, else 3
+    height: int = 0  # of the first image
     width: int = 0
-    differs: str = ""  # which one differs from the first, and how
-    left: list[str] = field(default_factory=list)  # other files
+    differs: str = ""  # the first image of another size, and both sizes
+    left: list[str] = field(default_factory=list)  # skipped files
 
 
 @lru_cache(maxsize=2)
-def digits(height: int = 0, width: int = 0) -> Pictures:
-    """Digits that are drawn: 8000 to learn from, 1000 to validate and 1000 to test, by default of 28 x 28 pixels.
+def digits(height: int = 0, width: int = 0) -> ImageDataset:
+    """Synthetic digits: 8000 for training, 1000 for validation and 1000 for test, by default of 28 x 28 pixels.
 
     Examples:
         >>> digits(12, 8).pixels.shape
@@ -84,34 +89,32 @@ def digits(height: int = 0, width: int = 0) -> Pictures:
     pixels, labels = draw(0, sum(COUNTS), height or SIDE, width or SIDE)
     splits = dict(zip(SPLITS, np.split(np.arange(len(labels)), np.cumsum(COUNTS)[:-1]), strict=True))
     sha256 = hashlib.sha256(pixels.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
-    return Pictures("drawn digits", sha256, pixels, labels, splits, [str(n) for n in range(10)])
+    return ImageDataset("drawn digits", sha256, pixels, labels, splits, [str(n) for n in range(10)])
 
 
-def read(
+def read_images(
     source: str,
     height: int = 0,
     width: int = 0,
     *,
     grey: bool = False,
-    cache_root: Path | None = None,
     console: "Console | None" = None,
-) -> Pictures:
-    """The images of a folder, an archive or a dataset, memory-mapped from the cache; what is not there is decoded first.
+) -> ImageDataset:
+    """The images of a folder, an archive or a dataset, decoded into the cache once, then memory-mapped.
 
     Folders named train, valid (val, validation) and test make the splits; without valid, a tenth of each class of train is
-    held out, by a hash of the files. Images are turned as their EXIF says, 16 bits become 8, and transparent pixels
-    white. Of another height and width than wanted they are scaled to cover it and cut around their middle. An image that
-    does not decode and a file that is none are left out, which `Pictures.left` tells.
+    held out, by a hash of the files. The orientation of EXIF is applied, 16 bits become 8, and transparent pixels become
+    white. Images of another size are scaled to cover the wanted one and cropped around the centre. Images that cannot be
+    decoded and other files are skipped, see `ImageDataset.skipped`.
 
     Args:
         source: A path, or hf:NAME[:CONFIG] of the hub.
-        height, width: In pixels; 0: as found, where all are alike.
-        grey: Make those with colours grey.
-        cache_root: As in `corpora.load`.
-        console: Hears of the preparation.
+        height, width: In pixels; 0: the size of the images, if all have the same.
+        grey: Convert images to grey.
+        console: Shows the progress.
 
     Raises:
-        ValueError: Where there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
+        ValueError: If there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
     """
     hub = source.startswith("hf:")
     if min(height, width) < 0:
@@ -121,12 +124,12 @@ def read(
             f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data "
             "digits are drawn"
         )
-    found = (hub_images if hub else find)(source)
-    _check_folders(found)
-    with shown(console, "images") as progressing:
-        root, stamp = cache.default_root() if cache_root is None else cache_root, found.stamp()
-        index = f"index-images-{key_of(FORMAT, source, [path for path, _, _ in stamp])[:32]}"
-        kept = cache.remembered(root, index, stamp, dict[str, Any], lambda: vars(_survey(found, progressing)))
+    files = (hub_images if hub else find_source)(source)
+    _check_folders(files)
+    with progress_bars(console, "images") as progressing:
+        root, stamp = cache.default_root(), files.stamp()
+        index = f"index-images-{key_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
+        kept = cache.cached_value(root, index, stamp, dict[str, Any], lambda: vars(_survey(files, progressing)))
         survey = _Survey(**kept)
         if not (height and width):
             if survey.differs:
@@ -136,23 +139,23 @@ def read(
                 )
             height, width = survey.height, survey.width
         shape = (1 if grey else survey.channels, height, width)
-        preparation = Preparation((found,), root, progressing, [stamp], survey.sha256)
-        arrays = preparation.arrays("images", lambda writer: _fill(writer, found, shape, progressing), FORMAT, shape)
+        preparation = Preparation((files,), root, progressing, [stamp], survey.sha256)
+        arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
     order, labels, place = arrays["rows"].T
     splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
     by_row[order] = labels
-    left = [*survey.left, *arrays.facts["left"]]
-    return Pictures(source, survey.sha256, arrays["pixels"], by_row, splits, arrays.facts["classes"], left)
+    skipped = [*survey.left, *arrays.facts["left"]]
+    return ImageDataset(source, survey.sha256, arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
 
 
 def _inside(source: str, name: str) -> tuple[str, ...]:
-    """Folders, and archives, in which a document of a source is, then its own name."""
+    """The path of a document inside its source: folders and archives, then the file."""
     return PurePath(name).parts[len(PurePath(source).parts) :]
 
 
 def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Names and content of the files that are images by their names; the names of others go to a list."""
+    """Names and contents of files with the suffix of an image; the names of other files are appended to a list."""
     known = Image.registered_extensions()
     for name, blocks in source.documents():
         if PurePath(name).suffix.lower() in known and not PurePath(name).name.startswith("."):
@@ -161,7 +164,7 @@ def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
             other.append(name)
 
 
-def _survey(source: Source, progressing: Progressing) -> _Survey:
+def _survey(source: Source, progressing: OnProgress) -> _Survey:
     digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
     for name, content in _images(source, other):
         names.append(name)
@@ -170,7 +173,7 @@ def _survey(source: Source, progressing: Progressing) -> _Survey:
         try:
             with Image.open(io.BytesIO(content)) as image:
                 size, grey = image.size, image.mode in GREY
-                turned = image.getexif().get(0x0112) in TURNED
+                transposed = image.getexif().get(0x0112) in TRANSPOSED
                 kind = _unscaled(image)
         except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
             continue
@@ -178,7 +181,7 @@ def _survey(source: Source, progressing: Progressing) -> _Survey:
             raise ValueError(
                 f"data: expected pixels of 8 or 16 bits, got {kind} in {name}, whose range is not known; save it with 8 bits"
             )
-        size, channels = (size[1], size[0]) if turned else size, channels if grey else 3
+        size, channels = (size[1], size[0]) if transposed else size, channels if grey else 3
         first = first or (name, size)
         if size != first[1] and not differs:
             differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
@@ -191,9 +194,9 @@ def _survey(source: Source, progressing: Progressing) -> _Survey:
 
 
 def _unscaled(image: Image.Image) -> str:
-    """What the pixels of an image are where nothing says which of them is white; else nothing.
+    """The kind of pixels whose value of white is unknown; empty for others.
 
-    Those of 16 bits in PNG and PPM are of mode I, too, in some versions of Pillow.
+    In some versions of Pillow, 16-bit PNG and PPM files have mode I, too.
     """
     if image.mode == "F":
         return "floating-point numbers"
@@ -204,7 +207,7 @@ def _by(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _fill(writer: Writer, source: Source, shape: tuple[int, int, int], progressing: Progressing) -> dict[str, Any]:
+def _fill(writer: Writer, source: Source, shape: tuple[int, int, int], progressing: OnProgress) -> dict[str, Any]:
     """Decode every image, and write pixels, classes and splits."""
     names, digests, broken, waiting = [], [], [], deque()
     workers = os.cpu_count() or 1
@@ -233,7 +236,7 @@ def _fill(writer: Writer, source: Source, shape: tuple[int, int, int], progressi
 
 
 def _decode(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | None:
-    """The pixels ``[c h w]`` of an image file, or nothing where it is broken."""
+    """The pixels ``[c h w]`` of an image file; None if it is broken."""
     channels, height, width = shape
     try:
         with Image.open(io.BytesIO(content)) as opened:
@@ -253,48 +256,48 @@ def _decode(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | None:
 def _arranged(
     source: str, names: Sequence[str], digests: Sequence[bytes], broken: Sequence[str]
 ) -> tuple[np.ndarray, list[str]]:
-    """Rows of images by a hash, each with its class and the place of its split in `SPLITS` ``[n 3]``; names of classes."""
+    """Rows of images in the order of a hash, with class and number of the split ``[n 3]``; and the names of the classes."""
     places = _places(source, [*names, *broken])
     classes = _classes(source, places)
     kept, by_name = places[: len(names)], any(split == "validation" for split, _ in places)
     rows = np.array([(classes.index(label), SPLITS.index(split or "train")) for split, label in kept]).reshape(-1, 2)
     order = np.array(sorted(range(len(names)), key=lambda n: digests[n]), dtype=np.int64)
     for n, label in enumerate(classes):
-        own = order[(rows[order] == (n, 0)).all(1)]
+        members = order[(rows[order] == (n, 0)).all(1)]
         least = 1 if by_name else 2
-        if len(own) < least:
+        if len(members) < least:
             gone = sum(one == label for _, one in places[len(names) :])
             what = f"; {gone} more do not decode" if gone else ""
             raise ValueError(
-                f"data: expected at least {least} images of the class {label}, got {len(own)} in {source}{what}"
+                f"data: expected at least {least} images of the class {label}, got {len(members)} in {source}{what}"
             )
         if not by_name:
-            rows[own[: max(1, len(own) // 10)], 1] = SPLITS.index("validation")
+            rows[members[: max(1, len(members) // 10)], 1] = SPLITS.index("validation")
     if not (rows[:, 1] == SPLITS.index("validation")).any():
         raise ValueError(f"data: expected images of validation that decode, got none in {source}")
     return np.stack((order, *rows[order].T), 1), classes
 
 
 def _places(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Split, or nothing, and class of each image, by its folders."""
+    """Split (or "") and class of each image, by its folders."""
     folders = [_inside(source, name)[:-1] for name in names]
     least = min(map(len, folders), default=0)
     shared = next((n for n, parts in enumerate(zip(*folders, strict=False)) if len({*parts}) > 1), least)
-    found, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
+    places, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
     for name, parts, at in zip(names, folders, splits, strict=True):
         if at is None and any(other is not None for other in splits):
             raise ValueError(f"data: expected every image in a folder train, valid or test, or none, got {name} elsewhere")
         split, label = ("", parts[shared:]) if at is None else (_split(parts[at]), parts[at + 1 :])
         if not label:
             raise ValueError(f"data: expected images in a folder of their class, at least two of them, got {name} in none")
-        found.append((split, label[0]))
-    if splits and splits[0] is not None and "train" not in {split for split, _ in found}:
-        raise ValueError(f"data: expected images in a folder train beside {found[0][0]}, got none in {source}")
-    return found
+        places.append((split, label[0]))
+    if splits and splits[0] is not None and "train" not in {split for split, _ in places}:
+        raise ValueError(f"data: expected images in a folder train beside {places[0][0]}, got none in {source}")
+    return places
 
 
 def _classes(source: str, places: Sequence[tuple[str, str]]) -> list[str]:
-    """The names of the classes that there are to learn."""
+    """The names of the classes in the train split."""
     classes = sorted({label for split, label in places if split in ("", "train")})
     if len(classes) < 2:
         raise ValueError(f"data: expected at least 2 classes, a folder each, got {', '.join(classes) or 'none'} in {source}")
@@ -304,12 +307,12 @@ def _classes(source: str, places: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _split(folder: str) -> str:
-    """The split of a folder, or of an archive, of that name; or nothing."""
+    """The split that the name of a folder or an archive denotes; or ""."""
     return NAMES.get(folder.lower().partition(".")[0], "")
 
 
 def _check_folders(source: Source) -> None:
-    """Raise a ValueError where a folder beside those of classes has no files."""
+    """Raise a ValueError if a sibling of class folders has no files."""
     root = Path(source.name)
     if not root.is_dir():
         return

@@ -1,8 +1,8 @@
-"""Labelled rows: of tables (.csv, .tsv, .jsonl), or a file a row in a folder a class; which split and class each has.
+"""Labelled rows of tables (.csv, .tsv, .jsonl) or of folders with one file per row and one folder per class; their splits.
 
 Names of files or folders with train, valid and test make the splits; without valid a tenth of train is held out. Where no
-name contains train, a tenth of all is validation and a tenth is test. Tenths are chosen by a hash of what a row holds, so
-equal rows are in one split.
+name contains train, a tenth of all is validation and a tenth is test. Tenths are chosen by a hash of the contents, so equal
+rows are in one split.
 """
 
 import csv
@@ -24,40 +24,41 @@ __all__ = [
     "LINES",
     "Classes",
     "Row",
-    "alike",
-    "assigned",
+    "assign_splits",
+    "column_index",
     "json_rows",
     "lines_of",
-    "parts",
-    "place_of",
+    "row_error",
+    "row_splits",
     "rows",
+    "similar_classes",
     "table_cells",
     "table_rows",
-    "wrong",
+    "two_columns",
 ]
 
 TABLES = (".csv", ".tsv", ".jsonl")
-LINES = (".txt", ".ptb", ".mrg")  # of files of s-expressions in a folder
+LINES = (".txt", ".ptb", ".mrg")  # files of s-expressions in a folder
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-UNLABELLED = "unsup"  # the folder of aclImdb whose reviews have no class
-FIELD = 1 << 24  # characters of a cell at most
-LABEL = 1000  # characters of a label at most
+UNLABELLED = "unsup"  # aclImdb's folder of reviews without a class
+FIELD = 1 << 24  # characters in the largest cell
+LABEL = 1000  # characters in the longest label
 
 
 class Row(NamedTuple):
-    """Values of the columns that are wanted, the label, and where that stands."""
+    """Values of the chosen columns, the label, and their location."""
 
     values: tuple[Any, ...]
     label: str
     file: str
     line: int
-    start: int = 1  # the place in the line of the first value, from 1 on, where it is known
+    start: int = 1  # column of the first value in the line, from 1 on, if known
 
 
-def wrong(file: str, line: int, said: str, column: int | None = None) -> ValueError:
-    """The one error of a row."""
+def row_error(file: str, line: int, problem: str, column: int | None = None) -> ValueError:
+    """The error for a row."""
     at = f"line {line}" + (f", column {column}" if column is not None else "")
-    return ValueError(f"data: {file}, {at}: {said}; repair or remove the line")
+    return ValueError(f"data: {file}, {at}: {problem}; repair or remove the line")
 
 
 def rows(
@@ -66,24 +67,24 @@ def rows(
     """The labelled rows of a source, in its order.
 
     Args:
-        source: Of tables, or of a file a row, whose folder is its class. Where there are tables, other files are no rows.
-        names: Of its documents.
-        columns: Those of the values, by name or, in tables without names, by number from 1 on.
-        label: That of the label, likewise.
-        unlabelled: Hears of files that are left out, since they have no labels: test tables without that column, and the
-            folder unsup of aclImdb.
+        source: Tables; or one file per row, whose folder is its class. If there are tables, other files are ignored.
+        names: Names of the documents.
+        columns: Columns of the values, by name or, in tables without names, by number from 1 on.
+        label: Column of the label, likewise.
+        unlabelled: Called with the name of each file that is skipped because it has no labels: test tables without that
+            column, and the folder unsup of aclImdb.
 
     Raises:
-        ValueError: Where there is no row, a column or a label is missing, or a row is broken (with file and line).
+        ValueError: If there is no row, a column or a label is missing, or a row is broken (with file and line).
     """
-    found, tables = 0, any(name.lower().endswith(TABLES) for name in names)
+    count, tables = 0, any(name.lower().endswith(TABLES) for name in names)
     top = PurePosixPath(source.name.replace("\\", "/"))
     for name, blocks in source.read(raw=False):
         path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
         if tables and suffix in TABLES:
             read = json_rows if suffix == ".jsonl" else table_rows
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
-                found += 1
+                count += 1
                 yield row
         elif not tables and suffix == ".txt" and path.parent not in (top, top.parent) and not _split_of_folder(path.parent):
             if path.parent.name == UNLABELLED:
@@ -92,9 +93,9 @@ def rows(
             text = "".join(lines_of(name, blocks)).removesuffix("\n")
             if len(columns) > 1:
                 raise ValueError(f"pair: expected none in folders of texts, got {columns[1]!r}; a table has pairs")
-            found += 1
+            count += 1
             yield Row((text,), path.parent.name, name, 1)
-    if not found:
+    if not count:
         kinds = ", ".join(TABLES)
         raise ValueError(
             f"data: expected rows in files that end with {kinds}, or .txt in a folder a class, in {source.name}"
@@ -102,7 +103,7 @@ def rows(
 
 
 def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a document, with their ends."""
+    """The lines of a document, with line ends."""
     held, number = b"", 1
     for block in blocks:
         *whole, held = (held + block).split(b"\n")
@@ -110,8 +111,22 @@ def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
             try:
                 yield line.decode() + "\n"
             except UnicodeDecodeError as error:
-                raise wrong(name, number, f"expected UTF-8, got the byte {line[error.start]:#04x}") from None
+                raise row_error(name, number, f"expected UTF-8, got the byte {line[error.start]:#04x}") from None
             number += 1
+
+
+def two_columns(lines: Iterable[str], source: int = 0) -> Iterator[tuple[int, list[str], int]]:
+    """Number and cells of each line that is not blank, and the index of the source among the cells.
+
+    The first line may name the columns Source and Target; otherwise `source` is the index.
+    """
+    for number, line in enumerate(lines, 1):
+        cells = line.removesuffix("\n").split("\t")
+        names = [cell.strip().lower() for cell in cells]
+        if number == 1 and sorted(names) == ["source", "target"]:
+            source = names.index("source")
+        elif line.strip():
+            yield number, cells, source
 
 
 def table_rows(
@@ -122,7 +137,7 @@ def table_rows(
     unlabelled: Callable[[str], None],
     bare: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Rows of a table. The columns are `bare` where the first line names none."""
+    """Rows of a table. `bare` names the columns if the first line does not."""
     wanted, places = (*columns, label), None
     for line, cells in table_cells(name, lines):
         if places is None:
@@ -135,16 +150,16 @@ def table_rows(
             if label not in titles and named_split(name) == "test" and {*columns} <= {*titles}:
                 unlabelled(PurePosixPath(name).name)
                 return
-            places = [place_of(name, titles, one) for one in wanted]
+            places = [column_index(name, titles, one) for one in wanted]
             if named:
                 continue
-        *values, given = (cells[place] for place in places)
+        *values, cell_of_label = (cells[place] for place in places)
         start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if name.lower().endswith(".tsv") else 1
-        yield Row(tuple(values), _label(given, name, line), name, line, start)
+        yield Row(tuple(values), _label(cell_of_label, name, line), name, line, start)
 
 
 def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """The number and the cells of each line that has some, as many as the first has. Quotes in TSV are text."""
+    """Number and cells of each line that is not empty; all have as many as the first. Quotes in TSV are text."""
     csv.field_size_limit(FIELD)
     plain, width = name.lower().endswith(".tsv"), 0
     reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
@@ -152,22 +167,22 @@ def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise wrong(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
+            raise row_error(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
         if cells is None:
             return
         if cells and width not in (0, len(cells)):
-            raise wrong(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
+            raise row_error(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
         if cells:
             width = len(cells)
             yield reader.line_num, cells
 
 
-def place_of(name: str, titles: Sequence[str], wanted: str) -> int:
-    """Where a column of a file is, or the error that there is none."""
+def column_index(name: str, titles: Sequence[str], wanted: str) -> int:
+    """The index of a column; ValueError if the file does not have it."""
     if wanted not in titles:
-        shown = ", ".join(title[:40] for title in titles[:20])
+        some = ", ".join(title[:40] for title in titles[:20])
         raise ValueError(
-            f"data: {name}, line 1: expected a column {wanted}, got {shown}; name those to use, by numbers from 1 on where "
+            f"data: {name}, line 1: expected a column {wanted}, got {some}; name those to use, by numbers from 1 on where "
             "the first line has no names"
         )
     return titles.index(wanted)
@@ -181,43 +196,45 @@ def json_rows(
     unlabelled: Callable[[str], None],
     loads: Callable[[str], Any] = json.loads,
 ) -> Iterator[Row]:
-    """Rows of JSON, an object a line, which `loads` reads."""
+    """Rows of JSON lines, one object per line, parsed by `loads`."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             cells = loads(line.rstrip())
         except json.JSONDecodeError as error:
-            raise wrong(name, number, f"expected JSON, got none: {error.msg}", error.colno) from None
-        except ValueError:  # Python's limit
-            raise wrong(name, number, "expected numbers of at most 4,300 digits, got one of more") from None
+            raise row_error(name, number, f"expected JSON, got none: {error.msg}", error.colno) from None
+        except ValueError:  # Python limits the digits of integers
+            raise row_error(name, number, "expected numbers of at most 4,300 digits, got one of more") from None
         except RecursionError:
-            raise wrong(name, number, "expected an object of texts, got one too deep") from None
+            raise row_error(name, number, "expected an object of texts, got one too deep") from None
         if not isinstance(cells, dict):
-            raise wrong(name, number, f"expected an object, as {{...}}, got {str(cells)[:40]}")
+            raise row_error(name, number, f"expected an object, as {{...}}, got {str(cells)[:40]}")
         if label not in cells and named_split(name) == "test" and number == 1:
             unlabelled(PurePosixPath(name).name)
             return
         for one in (*columns, label):
             if one not in cells:
-                raise wrong(name, number, f"expected a field {one}, got {', '.join(cells)[:200] or 'none'}")
-            if lone := _lone(cells[one]):
-                raise wrong(name, number, f"{one}: expected text, got {lone}, which is half of a character")
+                raise row_error(name, number, f"expected a field {one}, got {', '.join(cells)[:200] or 'none'}")
+            if half := _lone_surrogate(cells[one]):
+                raise row_error(name, number, f"{one}: expected text, got {half}, which is half of a character")
         values = tuple(cells[one] for one in columns)
         yield Row(values, _label(cells[label], name, number), name, number)
 
 
 def _label(value: Any, file: str, line: int) -> str:
     if value is None or isinstance(value, list | dict) or not str(value).strip():
-        raise wrong(file, line, f"expected a label, got {'none' if value in (None, '') else repr(value)[:40]}")
-    found = str(value).strip()
-    if len(found) > LABEL:
-        raise wrong(file, line, f"expected a label of at most {LABEL:,} characters, got {len(found):,}: {found[:40]!r}...")
-    return found
+        raise row_error(file, line, f"expected a label, got {'none' if value in (None, '') else repr(value)[:40]}")
+    label = str(value).strip()
+    if len(label) > LABEL:
+        raise row_error(
+            file, line, f"expected a label of at most {LABEL:,} characters, got {len(label):,}: {label[:40]!r}..."
+        )
+    return label
 
 
-def _lone(value: Any) -> str:
-    r"""The first surrogate in the texts of a value of JSON, such as \ud800, that has no other half; or nothing."""
+def _lone_surrogate(value: Any) -> str:
+    r"""The first surrogate without its other half, such as \ud800, in the texts of a JSON value; or ""."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -225,18 +242,18 @@ def _lone(value: Any) -> str:
             waiting += reversed(one)
         elif isinstance(one, dict):
             waiting += reversed([*one, *one.values()])
-        elif isinstance(one, str) and (found := SURROGATE.search(one)):
-            return ascii(found[0])[1:-1]
+        elif isinstance(one, str) and (match := SURROGATE.search(one)):
+            return ascii(match[0])[1:-1]
     return ""
 
 
-def alike(classes: Sequence[str]) -> str:
-    """Which classes may be one that is written in two ways, in a few words; or nothing.
+def similar_classes(classes: Sequence[str]) -> str:
+    """A warning about classes that may be one class in two spellings; or "".
 
     Examples:
-        >>> alike(["0", "0.0", "1", "NaN", "nan"])
+        >>> similar_classes(["0", "0.0", "1", "NaN", "nan"])
         "'0' and '0.0', 'NaN' and 'nan' are classes of their own here: where they are one, write them alike"
-        >>> alike(["0", "1", "10"])
+        >>> similar_classes(["0", "1", "10"])
         ''
     """
     known: dict[Any, list[str]] = {}
@@ -250,35 +267,35 @@ def alike(classes: Sequence[str]) -> str:
     return f"{', '.join(pairs[:5])} are classes of their own here: where they are one, write them alike" if pairs else ""
 
 
-def parts(names: Iterable[str]) -> Callable[[str, str], str]:
-    """The split of a row: a function of the name of its file and of what it holds, as text.
+def row_splits(names: Iterable[str]) -> Callable[[str, str], str]:
+    """A function from the name of a row's file and its text to its split.
 
-    Files beside that hold no rows, by their endings, say nothing.
+    Files whose suffix is not that of a table or text are ignored.
     """
     named: dict[str, str | None] = {}
     for name in names:
         path = PurePosixPath(name.replace("\\", "/"))
         named[name] = named_split(name) or _split_of_folder(path.parent) or _split_of_folder(path.parent.parent)
-    said = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
-    into = split_rule(said)
+    splits = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
+    into = split_rule(splits)
     return lambda name, content: into(named[name], content.encode())
 
 
-def assigned(
+def assign_splits(
     rows: Callable[[Counter[str]], Iterable[tuple[str, Any]]],
     names: Iterable[str],
     content: Callable[[Any], tuple[bytes, bytes]],
     left: Counter[str],
 ) -> Iterator[tuple[str, Any]]:
-    """The split of each row and the row, in their order: by the name of its file and a hash, as of `split_rule`.
+    """Pairs of a split and a row, in order; splits follow from file names and hashes, see `split_rule`.
 
-    Where names make splits, these may have rows in common: what a held-out one has is left out of those before it.
+    Splits made by names may overlap: rows of a held-out split are then dropped from earlier ones.
 
     Args:
-        rows: Yields the name of a file and a row of it, and counts what it leaves out; read twice where names make splits.
-        names: Of the files.
-        content: Of a row, as bytes: what is hashed to choose its split, and what equal rows have alike.
-        left: Counts what is left out.
+        rows: Yields file names and rows, and counts the rows that it drops; called twice if names make the splits.
+        names: Names of the files.
+        content: Of a row two byte strings: the first is hashed to choose its split, the second is equal for equal rows.
+        left: Counts dropped rows.
     """
     named = {name: named_split(name) for name in names}
     into, held = split_rule(named.values()), {split: set() for split in SPLITS[1:]}
@@ -300,30 +317,30 @@ def assigned(
 
 
 def _split_of_folder(folder: PurePosixPath) -> str | None:
-    """That of train, but none of my-test."""
+    """The split that the name of a folder denotes: train, but not my-test."""
     return named_split(folder.name) if folder.name.isalpha() else None
 
 
 class Classes:
-    """The labels of rows by split, as they come; `settle` makes classes of them."""
+    """Collects the labels of rows by split; `numbered` turns them into numbers of classes."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._first: list[tuple[str, int]] = []  # where each label stands first
+        self._first: list[tuple[str, int]] = []  # file and line of each label's first row
         self._rows = {split: array("q") for split in SPLITS}
 
     def add(self, split: str, row: Row) -> None:
-        """Take the label of a row."""
+        """Add the label of a row."""
         number = self._numbers.setdefault(row.label, len(self._numbers))
         if number == len(self._first):
             self._first.append((row.file, row.line))
         self._rows[split].append(number)
 
-    def settle(self) -> tuple[list[str], dict[str, np.ndarray]]:
-        """The names of the classes, in order of numbers where they are numbers, and the class of each row by split.
+    def numbered(self) -> tuple[list[str], dict[str, np.ndarray]]:
+        """The sorted names of the classes, and the class of each row by split.
 
         Raises:
-            ValueError: Where train or validation has no row, there is one class, a label is no class, or train lacks one.
+            ValueError: If train or validation has no row, train lacks a class, or there are too few or too many classes.
         """
         count = sum(map(len, self._rows.values()))
         for split in SPLITS[:2]:
@@ -333,8 +350,8 @@ class Classes:
         for label, number in self._numbers.items():
             if number not in train:
                 split = next(split for split in SPLITS if number in self._rows[split])
-                said = f"expected a class that train has, too, got {label[:40]!r}, which is in {split} alone"
-                raise wrong(*self._first[number], said)
+                problem = f"expected a class that train has, too, got {label[:40]!r}, which is in {split} alone"
+                raise row_error(*self._first[number], problem)
         if not 1 < len(self._numbers) <= max(2, count // 2):
             some = ", ".join([*self._numbers][:5])
             raise ValueError(f"label: expected classes, 2 at least, got {len(self._numbers)} in {count} rows: {some[:200]}")

@@ -1,108 +1,50 @@
-"""Pairs of a source and a target: random sequences, and texts with their translations in files."""
+"""Pairs of a source and a target: random sequences, and texts with translations."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
-from isopos.lab.data.labelled import assigned, lines_of, wrong
+from isopos.lab.data.labelled import assign_splits, lines_of, row_error, two_columns
 from isopos.lab.data.prepare import SPLITS, preparing
-from isopos.lab.data.sources import Source, find
+from isopos.lab.data.sources import Source, find_source
+from isopos.lab.data.splits import Splits, stored
 from isopos.lab.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Pairs", "Stored", "found_of", "hashed", "load_texts", "names_of", "read_texts", "sequences", "stored", "tables"]
+__all__ = ["load_pairs", "pair_source", "read_pairs", "sequences", "split_keys", "table_names", "table_pairs"]
 
-Side = TypeVar("Side")
-
-
-@dataclass(frozen=True)
-class Pairs(Generic[Side]):
-    """Sources and targets by split, and how many there were besides.
-
-    Args:
-        splits: Those of train, validation and test; the last may be empty.
-        left: Pairs that are not among them, by the reason why.
-
-    Raises:
-        ValueError: Where train or validation has none.
-    """
-
-    splits: Mapping[str, Sequence[tuple[Side, Side]]]
-    left: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in SPLITS[:2]:
-            if not self.splits[name]:
-                count = sum(map(len, self.splits.values()))
-                raise ValueError(f"data: expected pairs for {name}, got none among {count}{self.said}; give it more")
-
-    @property
-    def said(self) -> str:
-        """What was left out, for a summary."""
-        return "".join(f", {count:,} {reason}" for reason, count in self.left.items() if count)
-
-    def keep(self, others: str, wanted: Mapping[str, Any]) -> "Pairs[Side]":
-        """Those that are wanted, by split ``[n]``; the others are counted under that name."""
-        kept = {name: _kept(pairs, wanted[name]) for name, pairs in self.splits.items()}
-        gone = sum(len(self.splits[name]) - len(kept[name]) for name in SPLITS)
-        return Pairs(kept, self.left | {others: gone})
-
-
-@dataclass(frozen=True, eq=False)
-class Stored(Sequence[tuple[Side, Side]]):
-    """Pairs of a split, that are made of memory-mapped tokens where they are asked for."""
-
-    arrays: Arrays
-    split: str
-    rows: np.ndarray  # which of those that are there
-    made: Callable[[np.ndarray], Side]  # a side of its tokens
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of sources and of targets ``[n 2]``."""
-        return self.arrays.lengths(self.split).reshape(-1, 2)[self.rows]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, n: Any) -> Any:
-        source, target = (self.arrays.sequence(self.split, 2 * int(self.rows[n]) + side) for side in (0, 1))
-        return self.made(source), self.made(target)
-
-
-def _kept(pairs: Sequence[Any], wanted: Any) -> Sequence[Any]:
-    if isinstance(pairs, Stored):
-        return replace(pairs, rows=pairs.rows[np.array(wanted, bool)])
-    return [*compress(pairs, wanted)]
+__getattr__ = renamed(
+    __name__, {"load_texts": "isopos.lab.data.pairs.load_pairs", "read_texts": "isopos.lab.data.pairs.read_pairs"}
+)
 
 
 def sequences(
     seed: int, counts: Sequence[int], *, length: int, deviation: int, vocabulary: int
 ) -> dict[str, list[np.ndarray]]:
-    """Random symbols below `vocabulary` in sequences of normally distributed lengths, all different, by split.
+    """Distinct sequences of random symbols below `vocabulary`, with normally distributed lengths, by split.
 
     Args:
-        seed: Of the random numbers.
-        counts: Sequences of train, validation and test.
-        length: Mean of the lengths, which are whole numbers from 1 on.
-        deviation: Their standard deviation.
-        vocabulary: Different symbols.
+        seed: Seed of the random numbers.
+        counts: Numbers of sequences in train, validation and test.
+        length: Mean length; lengths are integers from 1 on.
+        deviation: Standard deviation of the lengths.
+        vocabulary: Number of symbols.
 
     Raises:
-        ValueError: Where there are too few different sequences.
+        ValueError: If there are too few different sequences.
 
     Examples:
-        >>> found = sequences(0, (3, 1, 1), length=5, deviation=1, vocabulary=20)
-        >>> [len(found[split]) for split in SPLITS], found["train"][0].dtype
+        >>> rows = sequences(0, (3, 1, 1), length=5, deviation=1, vocabulary=20)
+        >>> [len(rows[split]) for split in SPLITS], rows["train"][0].dtype
         ([3, 1, 1], dtype('int64'))
     """
     random, different, wanted = np.random.default_rng(seed), {}, sum(counts)
@@ -119,37 +61,37 @@ def sequences(
     )
 
 
-def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The split and the pair of lines: of tables with two columns, between which a tab is; or of two files.
+def read_pairs(source: str, languages: str, left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The split and the texts of each pair: rows of tables with two columns, or lines of two files.
 
     Names that contain train, valid and test make the splits; without valid, a tenth of train is held out, and where none
     contains train, a tenth is validation and a tenth is test, chosen by a hash of the source.
 
     Args:
-        source: A table, a folder of those that end with .tsv; two files, SOURCE,TARGET; with `languages`, a folder; or
-            hf:NAME[:CONFIG] of the hub.
-        languages: Endings of the files in a folder, as en,de of train.en and train.de; all may be packed, as train.en.gz.
-            Of a dataset its two columns or languages; by default source,target.
-        left: Counts pairs with an empty side, and those that a held-out split has, too.
+        source: A table with a tab between the columns, or a folder of .tsv; two files, SOURCE,TARGET; with `languages`, a
+            folder; or hf:NAME[:CONFIG] of the hub.
+        languages: Suffixes of the files in a folder, as en,de for train.en and train.de; all may be packed, as train.en.gz.
+            For a dataset its two columns or languages; by default source,target.
+        left: Counts dropped pairs: those with an empty side, and those that a later split has, too.
 
     Raises:
-        ValueError: Where there is nothing to read, a row has not two columns, two files have not as many lines, or a line is
-            no UTF-8 (with file and line).
+        ValueError: If there is nothing to read, a row does not have two columns, two files differ in their numbers of
+            lines, or a line is not UTF-8 (with file and line).
     """
     endings = [ending.strip().lstrip(".") for ending in languages.split(",")] if languages else []
     if endings and (len(endings) != 2 or endings[0] == endings[1]):
         raise ValueError(f"languages: expected the two endings of a folder's files, as en,de, got {languages!r}")
-    found = [found_of(part) for part in _parts(source, languages)]
+    sources = [pair_source(part) for part in _parts(source, languages)]
 
     def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
-        if len(found) == 2:
-            yield from ((found[0].name, pair) for pair in _zipped(*((one.name, _lines(one)) for one in found)))
+        if len(sources) == 2:
+            yield from ((sources[0].name, pair) for pair in _zipped(*((one.name, _lines(one)) for one in sources)))
         elif source.startswith("hf:"):
-            yield from _translations(found[0], endings or ["source", "target"])
+            yield from _translations(sources[0], endings or ["source", "target"])
         elif endings:
-            yield from _side_by_side(found[0], endings)
+            yield from _side_by_side(sources[0], endings)
         else:
-            yield from ((name, pair) for name, _, pair in tables(found[0]))
+            yield from ((name, pair) for name, _, pair in table_pairs(sources[0]))
 
     def full(left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
         for name, pair in pairs():
@@ -159,126 +101,114 @@ def read_texts(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
                 left["with an empty side"] += 1
 
     first = [".jsonl"] if source.startswith("hf:") else [f".{endings[0]}"] if endings else None
-    names = [found[0].name] if len(found) == 2 else names_of(found[0], first)
-    return assigned(full, names, hashed, left)
+    names = [sources[0].name] if len(sources) == 2 else table_names(sources[0], first)
+    return assign_splits(full, names, split_keys, left)
 
 
-def hashed(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
-    """What splits of pairs are chosen by, and what equal pairs have alike; see `assigned`."""
+def split_keys(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
+    """The `content` of a pair for `assign_splits`: its split follows from the source."""
     return repr(pair[0]).encode(), repr(pair).encode()
 
 
-def load_texts(
+def load_pairs(
     source: str,
     languages: str,
     tokenizer: str | Tokenizer,
     vocabulary: int | None = None,
-    *,
-    root: Path | None = None,
     console: "Console | None" = None,
-) -> tuple[Pairs[np.ndarray], Tokenizer]:
-    """Tokens of the pairs of `read_texts`, prepared once, then memory-mapped, and what they are tokens of.
+) -> tuple[Splits[tuple[np.ndarray, np.ndarray]], Tokenizer]:
+    """Tokens of the pairs of `read_pairs`, prepared once, then memory-mapped; and their tokenizer.
 
     Args:
-        source: As there.
-        languages: As there.
-        tokenizer: words or bpe, learned of both sides of the train split, or a tokenizer that is there already.
-        vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        source: As in `read_pairs`.
+        languages: As in `read_pairs`.
+        tokenizer: "words" or "bpe", trained on both sides of the train split, or a tokenizer.
+        vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
+        console: Shows the progress.
 
     Raises:
-        ValueError: As of `read_texts`.
+        ValueError: As `read_pairs`.
     """
-    with preparing(*map(found_of, _parts(source, languages)), root=root, console=console) as preparation:
+    with preparing(*map(pair_source, _parts(source, languages)), console=console) as preparation:
 
         def training() -> Iterator[str]:
-            read = read_texts(source, languages, Counter())
+            read = read_pairs(source, languages, Counter())
             return (f"{side}\n" for split, pair in read if split == "train" for side in pair)
 
         def fill(writer: Writer) -> dict[str, Any]:
             sequences, left = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
-            for name, pair in read_texts(source, languages, left):
+            for name, pair in read_pairs(source, languages, left):
                 for side in pair:
                     sequences[name].add(used.encode(side))
             return {reason: left[reason] for reason in ("repeated", "with an empty side")}
 
         used = preparation.tokenizer(tokenizer, vocabulary, training, languages)
         arrays = preparation.arrays("pairs", fill, languages, used.fingerprint)
-    return Pairs(stored(arrays, tokens_of), arrays.facts), used
+    return Splits(stored(arrays, _tokens, each=2), arrays.facts), used
 
 
-def stored(arrays: Arrays, made: Callable[[np.ndarray], Side]) -> dict[str, Sequence[tuple[Side, Side]]]:
-    """The pairs of every split, whose sides are made of tokens."""
-    return {name: Stored(arrays, name, np.arange(len(arrays.lengths(name)) // 2), made) for name in SPLITS}
-
-
-def tokens_of(stored: np.ndarray) -> np.ndarray:
-    """Tokens as int64."""
-    return stored.astype(np.int64)
+def _tokens(arrays: Arrays, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target as int64."""
+    source, target = (arrays.sequence(split, 2 * row + n).astype(np.int64) for n in (0, 1))
+    return source, target
 
 
 def _parts(source: str, languages: str) -> list[str]:
-    """The two files of a source, or itself."""
+    """The two files of a source, or the source."""
     files = [part.strip() for part in source.split(",")]
     return files if len(files) == 2 and not languages else [source]
 
 
-def found_of(source: str) -> Source:
-    """The source of that name, of files or of the hub."""
+def pair_source(source: str) -> Source:
+    """The files or the dataset of that name; see `find_source`."""
     if not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
-    return find(source, tables=True) if source.startswith("hf:") else find(source)
+    return find_source(source, tables=True) if source.startswith("hf:") else find_source(source)
 
 
-def tables(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
-    """Name of the table, number of the line, source and target of each row: of those in a folder that end with .tsv.
+def table_pairs(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
+    """Name of the table, number of the line, source and target of each row of a table or of the .tsv files in a folder.
 
-    Columns may be named source and target, in either order, in the first line. Empty lines are none.
+    The first line may name the columns source and target, in either order. Empty lines are skipped.
 
     Raises:
-        ValueError: Where there is no table, or a row has not two columns (with file and line).
+        ValueError: If there is no table, or a row does not have two columns (with file and line).
     """
-    some, names = False, names_of(source)
+    any_row, names = False, table_names(source)
     for name, blocks in source.read(raw=False):
-        order = (0, 1)
-        for number, line in enumerate(lines_of(name, blocks) if name in names else (), 1):
-            cells = line.removesuffix("\n").split("\t")
-            some = some or bool(line.strip())
-            if number == 1 and sorted(cell.strip().lower() for cell in cells) == ["source", "target"]:
-                order = (0, 1) if cells[0].strip().lower() == "source" else (1, 0)
-            elif len(cells) == 2:
-                yield name, number, (cells[order[0]].strip(), cells[order[1]].strip())
-            elif line.strip():
-                raise wrong(name, number, f"expected a source, a tab and a target, got {len(cells)} columns")
-    if not some:
+        for number, cells, at in two_columns(lines_of(name, blocks) if name in names else ()):
+            if len(cells) != 2:
+                raise row_error(name, number, f"expected a source, a tab and a target, got {len(cells)} columns")
+            any_row = True
+            yield name, number, (cells[at].strip(), cells[1 - at].strip())
+    if not any_row:
         raise ValueError(
             f"data: expected rows of a source, a tab and a target, in files that end with .tsv, none in {source.name}"
         )
 
 
-def names_of(source: Source, endings: Sequence[str] | None = None) -> list[str]:
-    """Those of documents with such an ending; by default of the tables in a folder, or of all in a file."""
+def table_names(source: Source, endings: Sequence[str] | None = None) -> list[str]:
+    """Names of the documents with such a suffix; by default tables of a folder, or all documents of a file."""
     wanted = tuple(endings or ([""] if Path(source.name).is_file() else [".tsv"]))
     return [name for name, _ in source.read(raw=False) if name.lower().endswith(wanted)]
 
 
 def _lines(source: Source, wanted: str = "") -> Iterator[str]:
-    """The lines of the document of that name, or of all, without their ends; ValueError where one is no UTF-8."""
+    """The lines of the document of that name, or of all, without line ends; ValueError if a line is not UTF-8."""
     for name, blocks in source.read(raw=False):
         if name == wanted or not wanted:
             yield from (line.removesuffix("\n") for line in lines_of(name, blocks))
 
 
 def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Pairs of lines of each two files in a folder whose names differ in their endings."""
-    names = names_of(source, [f".{ending}" for ending in endings])
+    """Pairs of lines of two files in a folder whose names differ in their suffixes."""
+    names = table_names(source, [f".{ending}" for ending in endings])
     for name in names:
-        own = endings.index(name.rpartition(".")[2])
-        partner = name.removesuffix(endings[own]) + endings[1 - own]
+        side = endings.index(name.rpartition(".")[2])
+        partner = name.removesuffix(endings[side]) + endings[1 - side]
         if partner not in names:
             raise ValueError(f"data: expected {partner} beside {name}, got none; repair --languages, or add the file")
-        if own == 0:
+        if side == 0:
             sides = [(one, _lines(source, one)) for one in (name, partner)]
             yield from ((name, pair) for pair in _zipped(*sides))
     if not names:
@@ -286,15 +216,15 @@ def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str,
 
 
 def _translations(source: Source, sides: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Pairs of a dataset's rows: two columns, or what a column translation holds by language. All white space is a space."""
+    """Pairs of a dataset: two columns, or two languages of a column `translation`. Runs of white space become a space."""
     for name, blocks in source.read(raw=False):
         for number, line in enumerate(lines_of(name, blocks), 1):
             row = json.loads(line)
             row = row.get("translation", row)
             source_text, target_text = (row.get(side) for side in sides)
             if not isinstance(source_text, str) or not isinstance(target_text, str):
-                said = f"expected texts {' and '.join(sides)}, got {', '.join(row)[:200]}; --languages names two columns"
-                raise wrong(name, number, said)
+                problem = f"expected texts {' and '.join(sides)}, got {', '.join(row)[:200]}; --languages names two columns"
+                raise row_error(name, number, problem)
             yield name, (" ".join(source_text.split()), " ".join(target_text.split()))
 
 

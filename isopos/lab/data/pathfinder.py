@@ -1,16 +1,16 @@
-"""Pathfinder: grey pictures of dashed paths and two dots, which are at the ends of one long path, or of two.
+"""Pathfinder: grey pictures of dashed paths and two dots, which are the ends of one long path or of two paths.
 
-Pictures are drawn in pairs. Both pictures of a pair have two long winding paths and the same first dashes at each of their
-four ends, dots at the same two ends, equally many dashes and lit pixels in the long paths, and as many shorter paths. They
-differ in how a few dashes in the middle join the ends: in one picture the dots with each other, in the other each dot with
-an end that has none. Of the pairs that random joins offer, the two pictures that are most alike out of focus are taken.
-So dots and first dashes say nothing about the class, and counts of pixels little: simple classifiers are right for 53% of
-the pictures of 24 x 24 with 12 dashes, and for 50% of 32 x 32 with 14 dashes and 5 distractors (`tests/test_pathfinder.py`).
-Of pictures with few dashes, such as 6 on 16 x 16, they guess more than 60%.
+Pictures are drawn in pairs. Both pictures of a pair have two long winding paths with the same first dashes at each of the
+four ends, dots at the same two ends, equal numbers of dashes and lit pixels in the long paths, and equal numbers of shorter
+paths. They differ in a few dashes in the middle, which join the ends: the two dots in one picture, each dot and an end
+without a dot in the other. Among random candidates, the two pictures that are most alike after blurring are taken. So dots
+and first dashes do not determine the class, and counts of pixels hardly: the accuracy of simple classifiers is 53% on
+pictures of 24 x 24 with 12 dashes, and 50% on 32 x 32 with 14 dashes and 5 distractors (`tests/test_pathfinder.py`). With
+few dashes, such as 6 on 16 x 16, it is more than 60%.
 
-A gap within a path spans at most one dark pixel, and different paths keep further apart, so every picture has one right
-answer. The numbers of dashes follow the generator of Linsley et al., of which the Arena uses paths of 14 dashes with 5
-distractors of 4 (`curv_contour_length_14`). The sizes in pixels are ours, as are pixels that are either 0 or 255.
+A gap within a path spans at most one dark pixel, and different paths are further apart, so every picture has one right
+answer. The numbers of dashes follow the generator of Linsley et al.; the Arena uses paths of 14 dashes with 5 distractors of
+4 (`curv_contour_length_14`). The sizes in pixels are ours, and pixels are either 0 or 255.
 
 References:
     Learning long-range spatial dependencies with horizontal gated recurrent units (Linsley et al. 2018).
@@ -19,45 +19,45 @@ References:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, key_of, prepared
-from isopos.lab.data.prepare import SPLITS, Progressing
+from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, key_of
+from isopos.lab.data.prepare import SPLITS, OnProgress
 
 __all__ = ["draw", "prepare"]
 
-FORMAT = 2
+CACHE_VERSION = 2
 FEWEST = 4  # Dashes of a long path.
-STEP, GAP = 2.5, 1.75  # Pixels from one dash to the next along a path, of which the gap takes this many.
-REACH = 2  # Pixels of one path are at most so far from its next dash; pixels of two paths are further apart.
-TURN = 1.2  # Radians by which the next dash turns at most.
+STEP, GAP = 2.5, 1.75  # Pixels from one dash to the next along a path, and pixels of the gap between them.
+REACH = 2  # Largest distance in pixels of consecutive dashes of a path; different paths are further apart.
+TURN = 1.2  # Largest angle between consecutive dashes in radians.
 MARGIN = 1  # Dark pixels at the edge.
-SPREAD = 0.7  # How far apart first dashes that are to be joined may end, as a share of the length of what joins them.
-WALKS = 192  # Random paths of which pairs give first dashes.
-PAIRS = 24  # Such pairs that are tried at most.
-HALVES = 50  # Random halves of a path from each end, for each dash that is free to turn.
-CANDIDATES = 64  # Paths between two ends from which a compatible one is chosen.
-BLUR = 2  # Pixels on either side that a picture out of focus averages.
-SHORT = 400  # Random distractors from which one that fits is chosen.
+SPREAD = 0.7  # Largest distance of first dashes to be joined, as a share of the length of the dashes between them.
+WALKS = 192  # Random paths; pairs of them give first dashes.
+PAIRS = 24  # Largest number of such pairs that are tried.
+HALVES = 50  # Random halves of a path from each end, per dash whose direction is free.
+CANDIDATES = 64  # Paths between two ends, among which a compatible one is chosen.
+BLUR = 2  # Radius of the blur in pixels.
+SHORT = 400  # Random distractors, among which one that fits is chosen.
 ATTEMPTS = 4  # To find room for the distractors of a picture.
 BATCHES = 500  # Of random paths before the picture counts as too full.
 CROWDED = 40  # Long paths without room for distractors before that.
 AT_ONCE = 500  # Pictures written together, an even number.
 
-LIT = np.linspace(GAP / 2 / STEP, 1 - GAP / 2 / STEP, 4)[:, None]  # where a dash lies between two corners of a path
+LIT = np.linspace(GAP / 2 / STEP, 1 - GAP / 2 / STEP, 4)[:, None]  # points of a dash, as shares of a step
 
 
-def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractors: int, progressing: Progressing) -> Arrays:
-    """Pictures ``[n side side]`` uint8 and classes ``[n]`` of each split from the cache, drawn there if they are absent.
+def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractors: int, progressing: OnProgress) -> Arrays:
+    """Pictures ``[n side side]`` uint8 and classes ``[n]`` of each split, from the cache or drawn.
 
     Half of each split are connected: pictures 2n and 2n + 1 are a pair.
 
     Raises:
-        ValueError: Where such paths do not fit into the picture.
+        ValueError: If such paths do not fit into the picture.
     """
 
     def fill(writer: Writer) -> dict[str, object]:
@@ -73,14 +73,14 @@ def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractor
                 progressing("drawing pictures", done, sum(counts))
         return {}
 
-    key = key_of(FORMAT, seed, list(counts), side, dashes, distractors)
-    return prepared(cache.default_root(), f"pathfinder-{key[:32]}", fill)
+    key = key_of(CACHE_VERSION, seed, list(counts), side, dashes, distractors)
+    return cached_arrays(cache.default_root(), f"pathfinder-{key[:32]}", fill)
 
 
 def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) -> np.ndarray:
-    """A pair of pictures ``[2 side side]`` uint8: the dots of the first one are apart, those of the second one connected.
+    """A pair of pictures ``[2 side side]`` uint8; only in the second one the dots are connected.
 
-    Each has two paths of so many dashes, and distractors of a third as many.
+    Each has two paths of `dashes` dashes, and distractors of a third as many.
 
     Examples:
         >>> pair = draw(np.random.default_rng(0), 16, 5, 1)
@@ -96,7 +96,7 @@ def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) 
         for stubs in _stubs(random, side, dashes):
             if (long := _long(random, stubs, side, dashes)) is None:
                 continue
-            pictures = [found for one in long if (found := _distract(random, one, dashes // 3, distractors)) is not None]
+            pictures = [picture for one in long if (picture := _distract(random, one, dashes // 3, distractors)) is not None]
             if len(pictures) == 2:
                 return np.stack(pictures).astype(np.uint8) * 255
             crowded += 1
@@ -109,9 +109,9 @@ def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) 
 
 
 def _stubs(random: np.random.Generator, side: int, dashes: int) -> Iterator[np.ndarray]:
-    """Corners ``[4 dashes+1 2]`` of first dashes, which are those at the ends of two random paths that do not touch.
+    """Corners ``[4 dashes+1 2]`` of first dashes: the ends of two random paths that do not touch.
 
-    The first two begin with dots. They are of the same random path or of different ones, with equal probability.
+    The first two begin with dots. They belong to one random path or to both, with equal probability.
     """
     corners = _placed(random, _walk(random, WALKS, dashes), side)
     corners = corners[_simple(corners)]
@@ -129,15 +129,15 @@ def _stubs(random: np.random.Generator, side: int, dashes: int) -> Iterator[np.n
 
 
 def _kept(dashes: int) -> int:
-    """How many dashes at each end both pictures of a pair share."""
+    """Number of dashes at each end that both pictures of a pair share."""
     return max(1, min((dashes + 1) // 3, (dashes - 4) // 2))
 
 
 def _long(random: np.random.Generator, stubs: np.ndarray, side: int, dashes: int) -> np.ndarray | None:
-    """The long paths and dots of both pictures ``[2 side side]``, with equally many lit pixels, or None."""
+    """The long paths and dots of both pictures ``[2 side side]``, with equal numbers of lit pixels; or None."""
     more = dashes - 2 * _kept(dashes)
     halves = [_half(random, stub, (more + (n in (0, 3))) // 2, side) for n, stub in enumerate(stubs)]
-    found: list[np.ndarray] = []
+    candidates: list[np.ndarray] = []
     for pairing in (((0, 2), (3, 1)), ((0, 1), (3, 2))):
         both: list[np.ndarray] = []
         for one, other in pairing:
@@ -148,39 +148,32 @@ def _long(random: np.random.Generator, stubs: np.ndarray, side: int, dashes: int
         some, others = both
         first, second = _apart(some, others, REACH).nonzero()
         taken = random.permutation(len(first))[:CANDIDATES]
-        found.append(some[first[taken]] | others[second[taken]])
-    if not all(map(len, found)):
+        candidates.append(some[first[taken]] | others[second[taken]])
+    if not all(map(len, candidates)):
         return None
-    return _alike(found[0], found[1])
+    return _alike(candidates[0], candidates[1])
 
 
 def _alike(some: np.ndarray, others: np.ndarray) -> np.ndarray | None:
-    """A mask of each ``[2 side side]``: equally many lit pixels, and the most alike out of focus; or None."""
-    one, other = (_blurred(masks).reshape(len(masks), -1) for masks in (some, others))
+    """One mask of each ``[2 side side]``: equal numbers of lit pixels, most alike after blurring; or None."""
+    one, other = (_spread(masks.astype(np.float32), BLUR, np.add).reshape(len(masks), -1) for masks in (some, others))
     unlike = (one**2).sum(1)[:, None] + (other**2).sum(1) - 2 * one @ other.T
     unlike[some.sum((1, 2))[:, None] != others.sum((1, 2))] = math.inf
     first, second = np.unravel_index(unlike.argmin(), unlike.shape)
     return None if unlike.min() == math.inf else np.stack((some[first], others[second]))
 
 
-def _blurred(masks: np.ndarray) -> np.ndarray:
-    side, by = masks.shape[-1], BLUR
-    rows = np.pad(masks.astype(np.float32), [(0, 0), (by, by), (0, 0)])
-    columns = np.pad(reduce(np.add, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
-    return reduce(np.add, (columns[..., n : n + side] for n in range(2 * by + 1)))
-
-
 def _half(random: np.random.Generator, stub: np.ndarray, more: int, side: int) -> np.ndarray:
-    """Corners ``[n dashes+1 2]`` of random halves of paths within the picture: a stub and some more dashes."""
+    """Corners ``[n dashes+1 2]`` of random halves of paths within the picture: a stub and further dashes."""
     walk = _walk(random, HALVES * more, more + 1, stub[-2], _headings(stub[None])[0])
     corners = np.concatenate((np.broadcast_to(stub[:-2], (len(walk), *stub[:-2].shape)), walk), 1)
     return corners[((corners >= MARGIN) & (corners <= side - 1 - MARGIN)).all((1, 2))]
 
 
 def _joined(random: np.random.Generator, one: np.ndarray, other: np.ndarray, kept: int) -> np.ndarray:
-    """Corners ``[n dashes+1 2]`` of paths that go along a half from one end and back along a half from another.
+    """Corners ``[n dashes+1 2]`` of paths that follow a half from one end, and a half from another end backwards.
 
-    Halves that nearly meet are joined: the rest is spread over their steps, but for those that are kept.
+    Halves that nearly meet are joined: the remaining distance is spread over their steps except the first `kept` ones.
     """
     free = [half.shape[1] - 1 - kept for half in (one, other)]
     rest = other[:, -1] - one[:, None, -1]
@@ -196,13 +189,13 @@ def _joined(random: np.random.Generator, one: np.ndarray, other: np.ndarray, kep
 
 
 def _distract(random: np.random.Generator, lit: np.ndarray, dashes: int, distractors: int) -> np.ndarray | None:
-    """A picture ``[side side]`` with so many shorter paths on dark pixels; None where there is no room."""
+    """A picture ``[side side]`` with shorter paths added on dark pixels; None if there is no room."""
     side = len(lit)
     for _ in range(ATTEMPTS):
         picture = lit.copy()
         for _ in range(distractors):
             pixels = _pixels(_placed(random, _walk(random, SHORT, max(1, dashes)), side)).reshape(SHORT, -1, 2)
-            free = ~_widened(picture[None], REACH)[0][pixels[..., 0], pixels[..., 1]].any(1)
+            free = ~_spread(picture[None], REACH, np.logical_or)[0][pixels[..., 0], pixels[..., 1]].any(1)
             if not free.any():
                 break
             picture[tuple(pixels[free.argmax()].T)] = True
@@ -223,7 +216,7 @@ def _walk(
 
 
 def _placed(random: np.random.Generator, corners: np.ndarray, side: int) -> np.ndarray:
-    """Those paths that are small enough, each at a random location in the picture."""
+    """The paths that fit, each moved to a random location in the picture."""
     low, room = corners.min(1), side - 1 - 2 * MARGIN - np.ptp(corners, 1)
     fits = (room >= 0).all(1)
     begin = MARGIN - low[fits] + random.uniform(0, 1, (fits.sum(), 2)) * room[fits]
@@ -231,14 +224,14 @@ def _placed(random: np.random.Generator, corners: np.ndarray, side: int) -> np.n
 
 
 def _simple(corners: np.ndarray) -> np.ndarray:
-    """Whether dashes of a path ``[n]`` keep apart but for those that follow each other."""
+    """Whether all dashes of a path that are not consecutive are apart ``[n]``."""
     middles, n = (corners[:, 1:] + corners[:, :-1]) / 2, np.arange(corners.shape[1] - 1)
     close = _distance(middles[:, :, None] - middles[:, None]) < STEP - 0.4
     return ~(close & (np.abs(n[:, None] - n) > 1)).any((1, 2))
 
 
 def _distance(apart: np.ndarray) -> np.ndarray:
-    """The larger one of two coordinates ``[... 2]``."""
+    """Chebyshev norm of vectors ``[... 2]``."""
     return np.maximum(np.abs(apart[..., 0]), np.abs(apart[..., 1]))
 
 
@@ -248,12 +241,12 @@ def _headings(corners: np.ndarray) -> np.ndarray:
 
 
 def _pixels(corners: np.ndarray) -> np.ndarray:
-    """Pixels ``[n dashes points 2]`` of dashes in the middles of the steps of paths."""
+    """Pixels ``[n dashes points 2]`` of the dashes of paths, each in the middle of a step."""
     return np.rint(corners[:, :-1, None] + np.diff(corners, axis=1)[:, :, None] * LIT).astype(int)
 
 
 def _masks(pixels: np.ndarray, side: int, dots: Sequence[np.ndarray] = ()) -> np.ndarray:
-    """Which pixels ``[n side side]`` are lit, with squares of 3 x 3 as dots."""
+    """Masks of lit pixels ``[n side side]``, with squares of 3 x 3 as dots."""
     masks = np.zeros((len(pixels), side, side), bool)
     y, x = pixels.reshape(len(pixels), math.prod(pixels.shape[1:3]), 2).transpose(2, 0, 1)
     masks[np.arange(len(pixels))[:, None], y, x] = True
@@ -263,15 +256,16 @@ def _masks(pixels: np.ndarray, side: int, dots: Sequence[np.ndarray] = ()) -> np
 
 
 def _apart(some: np.ndarray, others: np.ndarray, reach: int) -> np.ndarray:
-    """Whether masks ``[n side side]`` and others ``[m side side]`` are further apart than this ``[n m]``."""
+    """Whether the distance of masks ``[n side side]`` and others ``[m side side]`` is larger than `reach` ``[n m]``."""
     side = some.shape[-1]
-    wide, thin = (masks.reshape(len(masks), side**2).astype(np.float32) for masks in (_widened(some, reach), others))
-    return wide @ thin.T == 0
+    near = _spread(some, reach, np.logical_or)
+    near, others = (masks.reshape(len(masks), side**2).astype(np.float32) for masks in (near, others))
+    return near @ others.T == 0
 
 
-def _widened(masks: np.ndarray, by: int) -> np.ndarray:
-    """Masks ``[n side side]`` and all pixels at most so far from them, along either axis."""
+def _spread(masks: np.ndarray, by: int, operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Box filter of masks ``[n side side]``: reduces the square of pixels at most `by` from each one by an operation."""
     side = masks.shape[-1]
     rows = np.pad(masks, [(0, 0), (by, by), (0, 0)])
-    columns = np.pad(reduce(np.logical_or, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
-    return reduce(np.logical_or, (columns[..., n : n + side] for n in range(2 * by + 1)))
+    columns = np.pad(reduce(operation, (rows[:, n : n + side] for n in range(2 * by + 1))), [(0, 0), (0, 0), (by, by)])
+    return reduce(operation, (columns[..., n : n + side] for n in range(2 * by + 1)))

@@ -1,4 +1,4 @@
-"""What sources become once and for all: which split a row is of, vocabularies that are learned, arrays that are kept."""
+"""Preparing sources: splits of rows, learned vocabularies and cached arrays."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isopos.catalog import expect
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Fill, Writer, key_of, prepared
+from isopos.lab.data.arrays import Arrays, Fill, Writer, cached_arrays, key_of
 from isopos.lab.data.sources import Source, survey
 from isopos.lab.data.tokenizers import KINDS, Bytes, Tokenizer, learn, load_tokenizer
 
@@ -19,61 +19,61 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SPLITS",
+    "OnProgress",
     "Preparation",
-    "Progressing",
+    "cached_survey",
     "check_tokenizer",
     "named_split",
     "preparing",
-    "shown",
+    "progress_bars",
     "split_rule",
-    "surveyed",
 ]
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
-FORMAT = 1  # of prepared folders
+CACHE_VERSION = 1
 
-Progressing = Callable[[str, int, int], None]
-"""Hears of a stage, how much of it is done, and of how much in all (0 where unknown)."""
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and the total (0 if unknown)."""
 
 Surveyed = tuple[str, list[tuple[str, int]]]
-"""A hash of a source's text, and name and size in bytes of every document."""
+"""Hash of a source's text, and name and size in bytes of every document."""
 
 
 def named_split(name: str) -> str | None:
-    """The split of which the name of a file speaks, as wiki.valid.tokens of validation."""
+    """The split that the name of a file denotes: validation for wiki.valid.tokens; or None."""
     words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
     alike = {"train": {"train"}, "validation": {"valid", "validation", "val", "dev", "eval"}, "test": {"test"}}
     return next((split for split, names in alike.items() if names & words), None)
 
 
 def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str]:
-    """In which split a row is, by the split of which the name of its file speaks and by its content.
+    """A function from the split that a row's file name denotes, and its content, to its split.
 
-    Where one of the names speaks of train they make the splits; if none speaks of validation, that is a tenth of train. Else
-    a tenth of all rows is validation and a tenth is test. Tenths are chosen by a hash: equal rows are in one split.
+    If a name denotes train, names make the splits; if none denotes validation, that is a tenth of train. Otherwise a tenth
+    of all rows is validation and a tenth is test. Tenths are chosen by a hash: equal rows are in one split.
     """
-    said = set(named)
+    names = set(named)
 
-    def split(own: str | None, content: bytes) -> str:
+    def split(name: str | None, content: bytes) -> str:
         tenth = hashlib.sha256(content).digest()[0] % 10
-        if "train" not in said:
+        if "train" not in names:
             return ("test", "validation")[tenth] if tenth < 2 else "train"
-        own = own or "train"
-        return "validation" if own == "train" and "validation" not in said and tenth == 1 else own
+        name = name or "train"
+        return "validation" if name == "train" and "validation" not in names and tenth == 1 else name
 
     return split
 
 
 def check_tokenizer(tokenizer: str | Tokenizer, vocabulary: int | None) -> None:
-    """Raise a ValueError where a name is no kind of tokenizer, or a size is given to one that has its own."""
+    """Raise a ValueError for an unknown kind of tokenizer, or for a size beside a tokenizer that determines it."""
     if isinstance(tokenizer, str):
         expect("tokenizer", tokenizer, KINDS)
     if vocabulary is not None and tokenizer not in KINDS[1:]:
         raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
 
 
-def surveyed(source: Source, root: Path, progressing: Progressing, raw: bool = False) -> Surveyed:
-    """What `survey` finds in a source, of the cache while its files' sizes and times of change stay."""
+def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool = False) -> Surveyed:
+    """`survey`, from the cache while sizes and modification times of the files are the same."""
     stamp = source.stamp()
     total = sum(int(size) for _, size, _ in stamp) if source.plain else 0
 
@@ -81,30 +81,30 @@ def surveyed(source: Source, root: Path, progressing: Progressing, raw: bool = F
         return survey(source, raw, lambda done: progressing("reading", done, total))
 
     index = f"index-{key_of(raw, source.tables, source.name, [path for path, _, _ in stamp])[:32]}"
-    sha256, sizes = cache.remembered(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
+    sha256, sizes = cache.cached_value(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
     return sha256, [(name, size) for name, size in sizes]
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Sources of which something is made that the cache keeps."""
+    """Surveyed sources, and what is made of them and kept in the cache."""
 
     sources: Sequence[Source]
-    root: Path  # of the cache
-    progressing: Progressing
+    root: Path  # folder of the cache
+    progressing: OnProgress
     stamps: list[list[list[str | int]]]  # of the sources, before they were read
-    key: str  # a hash of what they hold
+    key: str  # a hash of their contents
     surveys: Sequence[Surveyed] = ()
 
     @property
     def names(self) -> list[str]:
-        """Those of all documents."""
+        """Names of all documents."""
         return [name for _, sizes in self.surveys for name, _ in sizes]
 
     def tokenizer(
         self, kind: str | Tokenizer, vocabulary: int | None, texts: Callable[[], Iterable[str]], *settings: Any
     ) -> Tokenizer:
-        """The tokenizer of that kind, learned of texts which the settings choose; or one that is there already."""
+        """A tokenizer of that kind, learned from texts, which the settings determine; or the given tokenizer."""
         if isinstance(kind, Tokenizer) or kind == "bytes":
             return kind if isinstance(kind, Tokenizer) else Bytes()
 
@@ -113,20 +113,20 @@ class Preparation:
             self.check()
 
         key = key_of(self.key, kind, vocabulary, *settings)
-        return load_tokenizer(cache.prepared(self.root, f"vocabulary-{key[:32]}", build))
+        return load_tokenizer(cache.cached_folder(self.root, f"vocabulary-{key[:32]}", build))
 
     def arrays(self, kind: str, fill: Fill, *settings: Any) -> Arrays:
-        """What `fill` writes, a function of the sources and of the settings."""
+        """The arrays that `fill` writes, a function of the sources and the settings."""
 
         def checked(writer: Writer) -> dict[str, Any]:
             facts = fill(writer)
             self.check()
             return facts
 
-        return prepared(self.root, f"{kind}-{key_of(self.key, *settings)[:32]}", checked)
+        return cached_arrays(self.root, f"{kind}-{key_of(self.key, *settings)[:32]}", checked)
 
     def check(self) -> None:
-        """Raise a ValueError where the files have changed since they were surveyed."""
+        """Raise a ValueError if files have changed since they were surveyed."""
         for source, stamp in zip(self.sources, self.stamps, strict=True):
             if source.stamp() != stamp:
                 raise ValueError(
@@ -138,21 +138,21 @@ class Preparation:
 def preparing(
     *sources: Source, root: Path | None = None, console: "Console | None" = None, raw: bool = False
 ) -> Iterator[Preparation]:
-    """Survey sources, as raw bytes or as text, and show on a console how far their preparation is.
+    """Survey sources, as raw bytes or as text, and show the progress on a console.
 
-    What is made of them depends on all that they hold, and on the folders in which it is, which are splits and classes.
+    The key depends on all contents, and on the names of folders, which are splits and classes.
     """
     root = cache.default_root() if root is None else root
-    with shown(console) as progressing:
+    with progress_bars(console) as progressing:
         stamps = [source.stamp() for source in sources]
-        surveys = [surveyed(source, root, progressing, raw) for source in sources]
+        surveys = [cached_survey(source, root, progressing, raw) for source in sources]
         about = [(sha256, [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]) for sha256, sizes in surveys]
-        yield Preparation(sources, root, progressing, stamps, key_of(FORMAT, about), surveys)
+        yield Preparation(sources, root, progressing, stamps, key_of(CACHE_VERSION, about), surveys)
 
 
 @contextlib.contextmanager
-def shown(console: "Console | None", what: str = "text") -> Iterator[Progressing]:
-    """Shows how far a preparation is, by a bar on a terminal and elsewhere by a line a stage; nothing without a console."""
+def progress_bars(console: "Console | None", what: str = "text") -> Iterator[OnProgress]:
+    """Shows progress: bars on a terminal, elsewhere one line per stage; nothing without a console."""
     from rich.progress import Progress
 
     live, stages = console is not None and console.is_interactive, {}

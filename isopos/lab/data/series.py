@@ -1,6 +1,6 @@
-"""Time series: times that increase, and values beside them, of a table; or one that is drawn, with a day and a week.
+"""Time series: increasing times with values, read from a table; and a synthetic example.
 
-Times stay what they are, however far apart; nothing is filled in between.
+Times may be irregular; gaps are not filled.
 """
 
 import hashlib
@@ -13,84 +13,88 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data.labelled import lines_of, place_of, table_cells, wrong
-from isopos.lab.data.sources import find
+from isopos.deprecation import renamed
+from isopos.lab.data.labelled import column_index, lines_of, row_error, table_cells
+from isopos.lab.data.sources import find_source
 from isopos.times import seconds_since_1970
 
-__all__ = ["UNITS", "Series", "drawn", "read"]
+__all__ = ["UNITS", "Series", "example_series", "read_series"]
+
+__getattr__ = renamed(
+    __name__, {"read": "isopos.lab.data.series.read_series", "drawn": "isopos.lab.data.series.example_series"}
+)
 
 UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-LARGEST = 1e30  # of values: what float32 holds of their squares, in standard deviations, ends before
+LARGEST = 1e30  # value; squares of larger ones, in standard deviations, overflow float32
 MISSING = ("", "-", "?", "na", "n/a", "nan", "none", "null")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-COMPACT = {4: "%Y", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # dates of so many digits
-YEARS = range(1800, 2200)  # of them
+COMPACT = {4: "%Y", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # dates by number of digits
+YEARS = range(1800, 2200)  # of such dates
 
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Values by time."""
+    """Values at increasing times."""
 
     name: str  # of the source
     titles: tuple[str, ...]  # of the columns of values
     seconds: np.ndarray  # since 1970, increasing: float64 [n]
-    values: np.ndarray  # float64 [n c], not a number where there is none
-    empty: int = 0  # rows without any value, which are left out
-    offsets: np.ndarray | None = None  # of the rows' clocks from that of `seconds`, in seconds: float64 [n]; None: all are 0
+    values: np.ndarray  # float64 [n c], NaN where missing
+    empty: int = 0  # rows without any value, which are dropped
+    offsets: np.ndarray | None = None  # local time minus `seconds`, in seconds: float64 [n]; None: all are 0
 
     @property
     def sha256(self) -> str:
-        """A fingerprint of all that it holds."""
+        """A fingerprint of all contents."""
         offsets = b"" if self.offsets is None else self.offsets.tobytes()
         parts = (repr(self.titles).encode(), self.seconds.tobytes(), self.values.tobytes(), offsets)
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     @property
     def clock_seconds(self) -> np.ndarray:
-        """What the rows' clocks show, in seconds since 1970: float64 ``[n]``."""
+        """Local time in seconds since 1970: float64 ``[n]``."""
         return self.seconds if self.offsets is None else self.seconds + self.offsets
 
 
-def read(source: str, time: str = "", values: Sequence[str] = (), unit: str = "seconds") -> Series:
-    """The series in a .csv or .tsv, perhaps packed.
+def read_series(source: str, time: str = "", values: Sequence[str] = (), unit: str = "seconds") -> Series:
+    """The series in a .csv or .tsv file, which may be packed.
 
     Args:
-        source: Its path.
-        time: The column of times, by name, or by number from 1 on where the first line has no names; the first by default.
-            Times are ISO 8601, with offsets from UTC in all rows or in none, or numbers. Where the unit is
-            seconds, digits alone that are a date (20240131, 202401311830) are read as one, and refused where they may well
-            be either (2020, 2024013118).
-        values: The columns of values; all others by default. Empty cells, and NaN, NA, null, none, - and ? are missing.
-        unit: Of times that are numbers, and count from the beginning of 1970.
+        source: The path of the file.
+        time: The column of times, by name, or by number from 1 on if the first line has no names; by default the first.
+            Times are ISO 8601, with offsets from UTC in all rows or in none, or numbers. If the unit is seconds, digits
+            that are a date (20240131, 202401311830) are read as a date, and ambiguous ones (2020, 2024013118) are an error.
+        values: The columns of values; by default all others. Empty cells, NaN, NA, null, none, - and ? are missing values.
+        unit: The unit of times that are numbers, counted from the beginning of 1970.
 
     Raises:
-        ValueError: Where there is no such table or column, or a row is broken (with file, line and column).
+        ValueError: If there is no such table or column, or a row is broken (with file, line and column).
     """
     expect("unit", unit, UNITS)
-    found = None
-    for name, blocks in () if source.startswith("hf:") else find(source, tables=True).read(raw=False):
+    series = None
+    for name, blocks in () if source.startswith("hf:") else find_source(source, tables=True).read(raw=False):
         if PurePosixPath(name).suffix.lower() in (".csv", ".tsv"):
-            if found is not None:
+            if series is not None:
                 raise ValueError(f"data: expected one table, got more in {source}; name one file")
-            found = _read(source, name, table_cells(name, lines_of(name, blocks)), time, values, unit)
-    if found is None:
+            series = _read(source, name, table_cells(name, lines_of(name, blocks)), time, values, unit)
+    if series is None:
         raise ValueError(f"data: expected a table that ends with .csv or .tsv, got {source}")
-    return found
+    return series
 
 
 def _read(
     source: str, name: str, lines: Iterator[tuple[int, list[str]]], time: str, values: Sequence[str], unit: str
 ) -> Series:
-    at, places, titles, first, own_zone = -1, list[int](), list[str](), None, 0.0
+    at, places, titles, first, first_zone = -1, list[int](), list[str](), None, 0.0
     seconds, offsets, rows, empty = list[float](), list[float](), list[list[float]](), 0
     for line, row in lines:
         cells = [cell.strip() for cell in row]
         if not places:
             titles = [str(n) for n in range(1, len(cells) + 1)]
-            bare = _moment(cells[place_of(name, titles, time or "1")], unit) if (time or "1") in titles else None
+            bare = _moment(cells[column_index(name, titles, time or "1")], unit) if (time or "1") in titles else None
             titles = cells if bare is None else titles
-            at = place_of(name, titles, time) if time else 0
-            places = [place_of(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
+            at = column_index(name, titles, time) if time else 0
+            places = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
             if at in places or not places:
                 raise ValueError(f"values: expected columns beside that of times, {titles[at]}, got {', '.join(titles)}")
             if bare is None:
@@ -98,41 +102,41 @@ def _read(
         moment = _moment(cells[at], unit, first)
         if first is None and isinstance(moment, float) and unit == "seconds" and (date := _compact(cells[at])):
             wanted = f"a time or a number, but this may be either; write {date.isoformat()}, or {cells[at]}.0 for a number"
-            raise wrong(name, line, f"{titles[at]}: expected {wanted}, got {cells[at]!r}", at + 1)
+            raise row_error(name, line, f"{titles[at]}: expected {wanted}, got {cells[at]!r}", at + 1)
         if moment is None or type(moment) is not type(first or moment):
             kind = "a number" if isinstance(first, float) else "an ISO time"
             what = "an ISO time or a number" if first is None else f"{kind}, as the first"
-            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
+            raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
         try:
-            shown, zone = _clock(moment, UNITS[unit])
-            first, own_zone = (moment, zone) if first is None else (first, own_zone)
-            offset = zone - own_zone
-            now = shown - offset  # by the clock of the first time
+            local, zone = _clock(moment, UNITS[unit])
+            first, first_zone = (moment, zone) if first is None else (first, first_zone)
+            offset = zone - first_zone
+            now = local - offset  # in the zone of the first time
             _ = EPOCH + timedelta(seconds=now)
         except OverflowError:
             what = f"a time in the years 1 to 9999, in {unit} since 1970 where it is a number; --time-unit names others"
-            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1) from None
+            raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1) from None
         mixed = _aware(moment) is not _aware(first)
         if mixed or (seconds and now <= seconds[-1]):
             what = "an offset from UTC for all times or for none" if mixed else "a time after the one above"
-            raise wrong(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
-        found = [_value(name, line, titles[place], cells[place], place + 1) for place in places]
-        if all(map(math.isnan, found)):
+            raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
+        cells_read = [_value(name, line, titles[place], cells[place], place + 1) for place in places]
+        if all(map(math.isnan, cells_read)):
             empty += 1
         else:
             seconds.append(now)
             offsets.append(offset)
-            rows.append(found)
+            rows.append(cells_read)
     if not rows:
         raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
-    shown = np.array(offsets) if any(offsets) else None
-    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty, shown)
+    zones = np.array(offsets) if any(offsets) else None
+    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty, zones)
 
 
 def _moment(text: str, unit: str, first: float | datetime | None = None) -> float | datetime | None:
-    """A time, as a number or as ISO 8601; None where it is neither.
+    """A time, as a number or as ISO 8601; None if it is neither.
 
-    Digits alone are a date among dates; as the first time they are one where they cannot well be a number.
+    After a first time that is a date, digits are a date; as the first time they are a date only if that is not ambiguous.
     """
     known = isinstance(first, datetime)
     if (known or (first is None and unit == "seconds" and len(text) in (8, 12, 14))) and (date := _compact(text)):
@@ -147,7 +151,7 @@ def _moment(text: str, unit: str, first: float | datetime | None = None) -> floa
 
 
 def _compact(text: str) -> datetime | None:
-    """The date and time that digits alone are, or None."""
+    """The date and time that consists of digits; or None."""
     if not (text.isascii() and text.isdigit() and len(text) in COMPACT):
         return None
     try:
@@ -158,7 +162,7 @@ def _compact(text: str) -> datetime | None:
 
 
 def _number(text: str) -> float:
-    """The number that a text is; infinite where it is none. Python's underscores between digits are none of a table."""
+    """The number that a text denotes; infinity if it is not a number. Underscores between digits are not allowed."""
     try:
         return math.inf if "_" in text else float(text)
     except ValueError:
@@ -166,11 +170,11 @@ def _number(text: str) -> float:
 
 
 def _clock(moment: float | datetime, unit: int) -> tuple[float, float]:
-    """Seconds since 1970 as the clock of a time shows them, and how far that is from UTC."""
+    """Local time in seconds since 1970, and its offset from UTC in seconds."""
     if not isinstance(moment, datetime):
         return float(moment) * unit, 0.0
-    shown, passed = seconds_since_1970(moment)
-    return shown, round(shown - passed, 6)  # offsets have microseconds at most
+    local, utc = seconds_since_1970(moment)
+    return local, round(local - utc, 6)  # offsets have microseconds at most
 
 
 def _aware(moment: float | datetime) -> bool:
@@ -182,21 +186,23 @@ def _value(name: str, line: int, title: str, text: str, column: int) -> float:
         return math.nan
     value = _number(text)
     if not math.isfinite(value):
-        raise wrong(name, line, f"{title}: expected a number or nothing, got {text[:40]!r}; --values names columns", column)
+        raise row_error(
+            name, line, f"{title}: expected a number or nothing, got {text[:40]!r}; --values names columns", column
+        )
     if abs(value) > LARGEST:
-        raise wrong(name, line, f"{title}: expected a number of at most {LARGEST:g}, got {text[:40]!r}", column)
+        raise row_error(name, line, f"{title}: expected a number of at most {LARGEST:g}, got {text[:40]!r}", column)
     return value
 
 
-def drawn(seed: int = 0, count: int = 5000) -> Series:
-    """Load and temperature at irregular times, from Monday, 1 January 2024 on: a function of the arguments.
+def example_series(seed: int = 0, count: int = 5000) -> Series:
+    """A synthetic load and temperature at irregular times from Monday, 1 January 2024 on: a function of the arguments.
 
-    Half an hour to an hour and a half lie between two rows, and every hundredth time a gap of 6 to 48 hours, too. Both have
-    a day, the load a week as well, a trend and an answer to cold; both have noise that is forgotten in 8 hours. Of each a
-    fiftieth is missing.
+    Rows are half an hour to an hour and a half apart; every hundredth gap is 6 to 48 hours longer. Both values have a daily
+    cycle; the load has a weekly cycle, a trend, and rises with cold. Both have noise with a correlation time of 8 hours. A
+    fiftieth of the values is missing.
 
     Examples:
-        >>> series = drawn()
+        >>> series = example_series()
         >>> series.values.shape, series.titles, round((series.seconds[-1] - series.seconds[0]) / 86400)
         ((4998, 2), ('load', 'temperature'), 270)
     """

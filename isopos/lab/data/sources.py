@@ -1,6 +1,6 @@
-"""Where text comes from: files, folders, archives read as streams and Hugging Face datasets, as documents of bytes.
+"""Sources of text: files, folders, archives read as streams, and Hugging Face datasets, as documents of bytes.
 
-Datasets of the hub are read by `datasets`, files here: byte by byte, with the line of what is wrong (docs/data.md).
+Datasets of the hub are read by `datasets`. Files are read here, so that errors name the line (docs/data.md).
 """
 
 import bz2
@@ -20,51 +20,54 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from isopos.deprecation import renamed
 from isopos.lab.runs.files import check_plain
 
-__all__ = ["Document", "Source", "find", "hub_images", "survey", "whole_lines"]
+__all__ = ["Document", "Source", "find_source", "hub_images", "survey", "whole_lines"]
+
+__getattr__ = renamed(__name__, {"find": "isopos.lab.data.sources.find_source"})
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
-UNPACKED, RATIO = 1 << 30, 100  # bytes of text of a file, and how many times its size, of which one must hold
+UNPACKED, RATIO = 1 << 30, 100  # a file may unpack to so many bytes, or to so many times its size
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
 BROKEN = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, RuntimeError)
 
 Document = tuple[str, Iterator[bytes]]
-"""A name and the blocks of its text; to be read before the next document is asked for."""
+"""A name and the blocks of its text, which must be read before the next document."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again, in one order."""
+    """Documents that can be read repeatedly, in a fixed order."""
 
-    name: str  # what people call it
+    name: str  # for readers
     documents: Callable[[], Iterator[Document]]
-    files: tuple[Path, ...]  # what it is read from: while sizes and times of change stay, so does the text
-    plain: bool = False  # whether these files are the text itself, so that every byte counts
-    books: bool = False  # whether each document is a work of its own, to be held out as a whole
-    tables: bool = False  # whether tables are read as they are, so that the same files are other documents
+    files: tuple[Path, ...]  # their sizes and modification times identify the text
+    plain: bool = False  # whether the bytes of these files are the text
+    books: bool = False  # whether documents are held out as wholes
+    tables: bool = False  # whether tables are read unchanged
 
     def read(self, raw: bool) -> Iterator[Document]:
-        """The documents; unless they are wanted raw, without byte order marks, with LF at the end of every line."""
+        """The documents: raw, or as text without byte order marks, with LF at the end of every line."""
         for name, blocks in self.documents():
             yield name, (blocks if raw else _normal(blocks))
 
     def stamp(self) -> list[list[str | int]]:
-        """Path, size and time of change of every file."""
+        """Path, size and modification time of every file."""
         return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in self.files]
 
 
-def find(source: str, *, tables: bool = False) -> Source:
+def find_source(source: str, *, tables: bool = False) -> Source:
     """The source of that name: "" (the Python language reference), hf:NAME[:CONFIG], or a path.
 
-    A path leads to a file, an archive (.zip, .tar and .tar.xz, .tgz, ...) or a folder, recursively in sorted order. Files
-    that end with .gz, .xz or .bz2 are unpacked as they are read; rows of a .csv, which has one column, are lines, and so is
-    the column text of a dataset. Where `tables` are wanted a .csv is as it is, and a row of a dataset an object of JSON.
+    A path names a file, an archive (.zip, .tar and .tar.xz, .tgz, ...) or a folder, read recursively in sorted order. Files
+    with the suffix .gz, .xz or .bz2 are unpacked while they are read. Rows of a .csv with one column are lines, and so are
+    rows of the column `text` of a dataset. With `tables`, a .csv is read unchanged, and rows of a dataset are JSON objects.
 
     Raises:
-        ValueError: Where there is nothing to read.
+        ValueError: If there is nothing to read.
     """
     if not source:
         return Source("Python language reference (pydoc_data.topics)", _builtin, (), plain=True)
@@ -88,7 +91,7 @@ def find(source: str, *, tables: bool = False) -> Source:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Everything in a folder and its folders; what could not be looked into would be left out silently, and is an error."""
+    """All files in a folder and its subfolders; a folder that cannot be read is an error."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"data: cannot read {error.filename}: {error.strerror}") from None
@@ -104,7 +107,7 @@ def survey(
 ) -> tuple[str, list[tuple[str, int]]]:
     """Read everything once: a hash of the text, and name and size in bytes of every document.
 
-    `progress` hears the bytes so far.
+    `progress` is called with the number of bytes read.
     """
     digest, sizes, done = hashlib.sha256(), [], 0
     for name, blocks in source.read(raw):
@@ -118,13 +121,13 @@ def survey(
 
 
 def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    r"""The same text in blocks that end with a line or, in a very long one, with a space.
+    r"""The same text in blocks that end with a line; a very long line is split at spaces.
 
     Examples:
         >>> list(whole_lines([b"one\ntw", b"o\nthree"]))
         [b'one\n', b'two\n', b'three']
     """
-    held: list[bytes] = []  # without an end of a line; only the first may have spaces
+    held: list[bytes] = []  # blocks without a line end; only the first may have spaces
     for block in blocks:
         held.append(block)
         if b"\n" in block or b" " in block or b" " in held[0]:
@@ -137,13 +140,13 @@ def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _normal(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    held, begun, last = b"", False, b"\n"
+    held, started, last = b"", False, b"\n"
     for block in blocks:
         held += block
-        if not begun:
+        if not started:
             if len(held) < len(BOM):
                 continue
-            held, begun = held.removeprefix(BOM), True
+            held, started = held.removeprefix(BOM), True
         cut = len(held) - held.endswith(b"\r")  # its LF may be in the next block
         ready, held = held[:cut].replace(b"\r\n", b"\n"), held[cut:]
         if ready:
@@ -165,15 +168,15 @@ def _read(files: Iterable[Path], tables: bool) -> Iterator[Document]:
     for path in files:
         try:
             with path.open("rb") as stream:
-                left = [max(UNPACKED, RATIO * path.stat().st_size)]
+                budget = [max(UNPACKED, RATIO * path.stat().st_size)]
                 for name, blocks in _unpacked(str(path), stream, tables):
-                    yield name, _guarded(name, blocks, left)
+                    yield name, _guarded(name, blocks, budget)
         except BROKEN as error:
             raise ValueError(f"data: cannot read {path}: {_reason(error)}") from None
 
 
 def _unpacked(name: str, stream: BinaryIO, tables: bool) -> Iterator[Document]:
-    """The documents in a stream, by the end of its name; nothing is unpacked to disk."""
+    """The documents in a stream, by the suffix of its name; nothing is unpacked to disk."""
     name = name[: -len(".tgz")] + ".tar.gz" if name.lower().endswith(".tgz") else name
     stem, dot, suffix = name.rpartition(".")
     match dot + suffix.lower():
@@ -228,13 +231,13 @@ def _joined(rows: Iterable[str]) -> Iterator[bytes]:
         yield block.encode()
 
 
-def _guarded(name: str, blocks: Iterator[bytes], left: list[int]) -> Iterator[bytes]:
-    """With the line where a file is broken, and an end where an archive has none."""
+def _guarded(name: str, blocks: Iterator[bytes], budget: list[int]) -> Iterator[bytes]:
+    """The same blocks; errors name the line where a file is broken, and the size of what it unpacks to is limited."""
     line = 1
     try:
         for block in blocks:
-            left[0] -= len(block)
-            if left[0] < 0:
+            budget[0] -= len(block)
+            if budget[0] < 0:
                 raise ValueError(
                     f"data: expected text, but {name} unpacks to more than {RATIO} times its size; unpack it first"
                 )
@@ -249,7 +252,7 @@ def _reason(error: Exception) -> str:
 
 
 def _hub(source: str, tables: bool) -> Source:
-    """A dataset, read row by row."""
+    """A dataset of the hub as a source."""
     splits = _hub_splits(source)
     for split, rows in splits.items():
         if not tables and "text" not in rows.column_names:
@@ -265,7 +268,7 @@ def _hub(source: str, tables: bool) -> Source:
 
 
 def _objects(rows: Any) -> Iterator[str]:
-    """Rows of a dataset as JSON; a class has its name, and one that is not known (below 0) is left out."""
+    """Rows of a dataset as JSON; classes are given by name, and unknown ones (below 0) are omitted."""
     import datasets
 
     classes = {name: kind for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
@@ -278,18 +281,18 @@ def _objects(rows: Any) -> Iterator[str]:
 
 
 def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset, read many at once, which is a hundred times as fast as one by one."""
+    """Rows of a dataset, read in batches, a hundred times as fast as one by one."""
     for batch in rows.iter(ROWS):
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
 def hub_images(source: str) -> Source:
-    """The images of hf:NAME[:CONFIG], files as they were stored, each in a folder of its class in one of its split.
+    """The encoded images of hf:NAME[:CONFIG] as documents SPLIT/CLASS/NUMBER.png.
 
-    Images without a label end with .unlabelled.
+    Images without a label have the suffix .unlabelled.
 
     Raises:
-        ValueError: Where a split has not one column of images and one of classes.
+        ValueError: If a split does not have one column of images and one of classes.
     """
     splits = _hub_splits(source)
     import datasets
@@ -301,9 +304,9 @@ def hub_images(source: str) -> Source:
             for kind in (datasets.Image, datasets.ClassLabel)
         }
         if any(len(names) != 1 for names in kinds.values()):
-            found = ", ".join(f"{name} of {type(feature).__name__}" for name, feature in rows.features.items())
+            columns_of = ", ".join(f"{name} of {type(feature).__name__}" for name, feature in rows.features.items())
             raise ValueError(
-                f"data: expected a column of Image and one of ClassLabel in {source}, split {split}, got {found}"
+                f"data: expected a column of Image and one of ClassLabel in {source}, split {split}, got {columns_of}"
             )
         columns[split] = [names[0] for names in kinds.values()]
 
@@ -324,7 +327,7 @@ def _hub_files(splits: Any) -> tuple[Path, ...]:
 
 
 def _hub_splits(source: str) -> Any:
-    """The splits of a dataset, loaded into datasets' own cache."""
+    """The splits of a dataset, loaded into the cache of `datasets`."""
     import datasets
 
     name, _, config = source.removeprefix("hf:").partition(":")

@@ -1,37 +1,39 @@
-r"""Texts with classes, alone or in pairs, as memory-mapped tokens; and those that come with isopos.
+r"""Labelled texts or pairs of texts as memory-mapped tokens; and an example from the Python language reference.
 
 Example:
-    >>> found = load("", tokenizer="bytes")
-    >>> found.classes, found.tokenizer.decode(found.sequence("train", 0))[-9:] != ""
+    >>> texts = load_texts("", tokenizer="bytes")
+    >>> texts.classes, texts.tokenizer.decode(texts.sequence("train", 0))[-9:] != ""
     (('both as usual', 'both turned', 'round ones turned', 'square ones turned'), True)
 """
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
-from isopos.lab.data.labelled import Classes, Row, parts, rows, wrong
+from isopos.deprecation import renamed
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
+from isopos.lab.data.labelled import Classes, Row, row_error, row_splits, rows
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
-from isopos.lab.data.sources import find
+from isopos.lab.data.sources import find_source
 from isopos.lab.data.tokenizers import Tokenizer, learn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Texts", "load"]
+__all__ = ["Texts", "load_texts"]
 
-WORDS, EACH = 7, 1.5  # of a text that comes with isopos, and how often a word of the reference is in one
+__getattr__ = renamed(__name__, {"load": "isopos.lab.data.texts.load_texts"})
+
+WORDS, EACH = 7, 1.5  # words of an example text, and how often a word of the reference occurs in them
 TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Tokens of every text, its class, and what they are tokens of."""
+    """Tokens and classes of texts, and their tokenizer."""
 
     name: str  # of the source
     tokenizer: Tokenizer
@@ -39,12 +41,12 @@ class Texts:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the classes."""
         return tuple(self.arrays.facts["classes"])
 
     @property
     def each(self) -> int:
-        """Texts of a sample: 2 of pairs."""
+        """Texts per sample: 2 for pairs."""
         return self.arrays.facts["each"]
 
     def labels(self, split: str) -> np.ndarray:
@@ -56,54 +58,52 @@ class Texts:
         return self.arrays.lengths(split).reshape(-1, self.each)
 
     def sequence(self, split: str, n: int) -> np.ndarray:
-        """The tokens of the n-th text of a split; of pairs sample n has 2n and 2n + 1."""
+        """The tokens of the n-th text of a split; pair n has the texts 2n and 2n + 1."""
         return self.arrays.sequence(split, n)
 
 
-def load(
+def load_texts(
     source: str,
     columns: tuple[str, ...] = ("text",),
     label: str = "label",
     *,
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
-    root: Path | None = None,
     console: "Console | None" = None,
 ) -> Texts:
     """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
 
     Args:
-        source: A path; empty: passages of the Python language reference with some words in round brackets and some in square
-            ones, each as usual or turned, which the bytes of a passage do not tell but by their order; of a pair, which
-            one has turned ones.
-        columns: Of a text, or of two that are a pair.
+        source: A path; empty: passages of the Python language reference with round and square brackets around some words.
+            The class says which kinds of brackets are turned around, so it depends on the order of bytes alone; for pairs
+            it says which text has turned brackets.
+        columns: The column of the text, or the two columns of a pair.
         label: The column of the class.
-        tokenizer: bytes, words, bpe (trained on the train split), or a tokenizer that is there already.
-        vocabulary: At most so many words or pieces; by default every word, and 8192 pieces.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
+        vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
+        console: Shows the progress.
 
     Raises:
-        ValueError: Where there is nothing to read, or something in it is wrong (with file and line).
+        ValueError: If there is nothing to read, or a row is wrong (with file and line).
     """
     check_tokenizer(tokenizer, vocabulary)
     if not source:
-        return _own(len(columns) > 1, tokenizer, vocabulary)
-    with preparing(find(source, tables=True), root=root, console=console) as preparation:
+        return _example(len(columns) > 1, tokenizer, vocabulary)
+    with preparing(find_source(source, tables=True), console=console) as preparation:
         return _prepared(preparation, columns, label, tokenizer, vocabulary)
 
 
-def _own(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
+def _example(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) -> Texts:
     if isinstance(tokenizer, str):
         texts = (text for row in _passages(pairs) if row.file == "train" for text in row.values)
         tokenizer = learn(tokenizer, texts, vocabulary)
-    split = parts(SPLITS)
-    found = collect(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
-    return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, found)
+    split = row_splits(SPLITS)
+    arrays = in_memory(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
+    return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, arrays)
 
 
 def _passages(pairs: bool) -> Iterator[Row]:
-    """Some words of the reference, a few of them in brackets; every tenth topic is for validation, and another for test."""
+    """Passages of the reference with brackets; a tenth of the topics is validation, and another tenth is test."""
     from pydoc_data.topics import topics
 
     random = np.random.default_rng(0)
@@ -134,15 +134,15 @@ def _passages(pairs: bool) -> Iterator[Row]:
 def _prepared(
     preparation: Preparation, columns: tuple[str, ...], label: str, kind: str | Tokenizer, vocabulary: int | None
 ) -> Texts:
-    """The texts of a source, which is read as often as it takes: for its hash, for a vocabulary, for its tokens."""
-    (source,), split = preparation.sources, parts(preparation.names)
+    """The texts of a source, which is read once for each of its hash, a vocabulary, and its tokens."""
+    (source,), split = preparation.sources, row_splits(preparation.names)
 
     def reading(stage: str, left: list[str]) -> Iterator[Row]:
         for n, row in enumerate(rows(source, preparation.names, columns, label, left.append)):
             for name, value in zip(columns, row.values, strict=True):
                 if not isinstance(value, str) or not value.strip():
                     got = "an empty one" if isinstance(value, str) else repr(value)[:40]
-                    raise wrong(row.file, row.line, f"{name}: expected a text, got {got}")
+                    raise row_error(row.file, row.line, f"{name}: expected a text, got {got}")
             if n % 1000 == 0:
                 preparation.progressing(stage, n, 0)
             yield row
@@ -162,7 +162,7 @@ def _prepared(
 def _fill(
     writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, left: list[str]
 ) -> dict[str, object]:
-    """Write tokens, starts and labels of rows; return the classes and what was left out."""
+    """Write tokens, starts and labels of rows; return the classes and the skipped files."""
     classes, each, sequences = Classes(), 1, {name: Ragged(writer, name, tokenizer.size) for name in SPLITS}
     for row in read:
         each, where = len(row.values), split(row.file, "\n".join(row.values))
@@ -170,9 +170,9 @@ def _fill(
             try:
                 sequences[where].add(tokenizer.encode(text))
             except ValueError as error:
-                raise wrong(row.file, row.line, str(error)) from None
+                raise row_error(row.file, row.line, str(error)) from None
         classes.add(where, row)
-    names, labels = classes.settle()
+    names, labels = classes.numbered()
     for name, numbers in labels.items():
         writer.add(f"{name}-labels", numbers)
     return {"classes": names, "each": each, "left": {file: left.count(file) for file in sorted({*left})}}

@@ -1,4 +1,4 @@
-r"""Tokens of text: bytes, words (WikiText's convention) and byte-pair encoding; saved as tokenizer.json beside a run.
+r"""Tokenizers: bytes, words (WikiText's convention) and byte-pair encoding; saved as tokenizer.json in the folder of a run.
 
 Example:
     >>> words = Words.learn(["the cat\n", "the dog and the bird\n"], size=4)
@@ -34,33 +34,33 @@ BPE_SIZE = 8192  # by default
 
 
 class Tokenizer(ABC):
-    """Text to integers below `size` and back; equal settings have equal fingerprints."""
+    """Converts text to integers below `size` and back; equal settings have equal fingerprints."""
 
     size: int
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Tokens ``[t]`` int64 of text; pieces that end with lines have the tokens of the whole, one after another.
+        """Tokens ``[t]`` int64 of text. Whole lines may be encoded one by one: their tokens are those of the whole text.
 
         Raises:
-            ValueError: Where the vocabulary does not cover the text.
+            ValueError: If the vocabulary does not cover the text.
         """
 
     @abstractmethod
     def piece(self, token: int) -> bytes:
-        """The UTF-8 of one token, which may be part of a character."""
+        """The UTF-8 bytes of a token, which may be part of a character."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Plain values that make it again."""
+        """Plain values from which `load_tokenizer` makes the same tokenizer."""
 
     @abstractmethod
     def model(self) -> Any:
-        """The same tokens of a whole text, as the package `tokenizers` has them, for other libraries."""
+        """The same tokenizer as a `tokenizers.Tokenizer`, for other libraries."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens; what is no UTF-8 becomes the replacement character."""
+        """Text of tokens; invalid UTF-8 becomes the replacement character."""
         return b"".join(self.piece(int(token)) for token in tokens).decode(errors="replace")
 
     @cached_property
@@ -69,12 +69,12 @@ class Tokenizer(ABC):
         return hashlib.sha256(json.dumps(self.settings(), sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, from which `load_tokenizer` makes it again."""
+        """Write tokenizer.json, which `load_tokenizer` reads."""
         write_text(folder / FILE, json.dumps(self.settings(), ensure_ascii=False) + "\n")
 
 
 class Bytes(Tokenizer):
-    """Each byte of UTF-8 is a token."""
+    """Every byte of UTF-8 is a token."""
 
     size = 256
 
@@ -98,10 +98,10 @@ class Bytes(Tokenizer):
 
 
 class Words(Tokenizer):
-    """Words between white space, and <eos> at the end of every line, as WikiText is counted.
+    """Words between white space, and <eos> at the end of every line, as in WikiText.
 
     Args:
-        words: The vocabulary; <eos> must be in it. Without <unk>, text with other words is refused.
+        words: The vocabulary, with <eos>. Without <unk>, text with other words is an error.
     """
 
     def __init__(self, words: Iterable[str]):
@@ -113,9 +113,9 @@ class Words(Tokenizer):
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "Words":
-        """The most frequent `size` words (all by default) of texts, the most frequent first, equal ones by alphabet.
+        """The most frequent `size` words (all by default) of texts, by frequency, then alphabetically.
 
-        <eos> and <unk> are always among them; words that are left out count as <unk>.
+        <eos> and <unk> are always among them; other words count as <unk>.
         """
         if size is not None and size < 2:
             raise ValueError(f"vocabulary: expected at least 2 words, {EOS} and {UNK}, got {size}")
@@ -129,8 +129,8 @@ class Words(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         words = _split(text)
-        found = map(self._index.get, words, repeat(self._index.get(UNK, -1)))
-        tokens = np.fromiter(found, np.int64, len(words))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        numbers = map(self._index.get, words, repeat(self._index.get(UNK, -1)))
+        tokens = np.fromiter(numbers, np.int64, len(words))  # pyright: ignore[reportArgumentType, reportCallIssue]
         if (tokens < 0).any():
             raise ValueError(
                 f"vocabulary: expected every word of the text among its {self.size} or {UNK} for others, got "
@@ -139,7 +139,7 @@ class Words(Tokenizer):
         return tokens
 
     def piece(self, token: int) -> bytes:
-        """The word and a space; <eos> is the end of a line."""
+        """The word and a space; <eos> is a line feed."""
         word = self.words[token]
         return b"\n" if word == EOS else word.encode() + b" "
 
@@ -157,7 +157,7 @@ class Words(Tokenizer):
 
 
 class BPE(Tokenizer):
-    """Byte-pair encoding of each line, on bytes, so that it covers every text (package `tokenizers`).
+    """Byte-level byte-pair encoding of each line, which covers every text (package `tokenizers`).
 
     Args:
         model: The JSON of a `tokenizers.Tokenizer`.
@@ -172,7 +172,7 @@ class BPE(Tokenizer):
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int | None = None) -> "BPE":
-        """Train on texts to at most `size` tokens (8192 by default), 256 of which are the bytes."""
+        """Train on texts to at most `size` tokens (8192 by default), including the 256 bytes."""
         size = BPE_SIZE if size is None else size
         if size < 256:
             raise ValueError(f"vocabulary: expected at least 256 tokens, the bytes, got {size}")
@@ -206,17 +206,17 @@ class BPE(Tokenizer):
 
 
 def learn(kind: str, texts: Iterable[str], vocabulary: int | None = None) -> Tokenizer:
-    """A tokenizer of that kind: bytes, or words or pieces that are learned of texts, at most so many."""
+    """A tokenizer of that kind: bytes, or at most `vocabulary` words or pieces learned from texts."""
     return Bytes() if kind == "bytes" else {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary)
 
 
 def tokenizer_of(run: Path) -> Tokenizer:
-    """The tokenizer of a run: bytes, where its folder holds no other."""
+    """The tokenizer of a run; bytes if its folder has no tokenizer.json."""
     return load_tokenizer(run) if (run / FILE).exists() else Bytes()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `Tokenizer.save` wrote there, or a ValueError where there is none, or something else."""
+    """The tokenizer that `Tokenizer.save` wrote to a folder; ValueError if the file is absent or damaged."""
     path, remedy = folder / FILE, "put it right; a run cannot be read without its tokenizer"
     try:
         match read_json(path, {"kind": str}, remedy):
@@ -241,7 +241,7 @@ def _split(text: str) -> list[str]:
 
 
 def _characters() -> Iterator[str]:
-    """The character that stands for each byte in byte-level BPE: itself where it prints, else one from 256 on."""
+    """The character of each byte in byte-level BPE: itself if it is printable, else one from 256 on."""
     spare = 256
     for byte in range(256):
         prints = 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)

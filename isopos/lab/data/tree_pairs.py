@@ -1,19 +1,19 @@
-"""Pairs of trees: random ones with what an operation makes of them, and those of files."""
+"""Pairs of trees: random trees with their images under an operation, or pairs read from files."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.arrays import Ragged, Writer
-from isopos.lab.data.bushes import Bush, grow, mirrored, parsed, part, reduced, sizes
-from isopos.lab.data.labelled import assigned
-from isopos.lab.data.pairs import Pairs, found_of, hashed, names_of, stored, tables
+from isopos.lab.data.arrays import Arrays, Ragged, Writer
+from isopos.lab.data.labelled import assign_splits
+from isopos.lab.data.labelled_trees import LabelledTree, mirror, parse, random_shape, reduce_pairs, subtree, subtree_sizes
+from isopos.lab.data.pairs import pair_source, table_names, table_pairs
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source
+from isopos.lab.data.splits import Splits, stored
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,20 +22,20 @@ __all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
 
 Operation = Literal["copy", "rotation", "c3", "ops"]
 ACTIONS = ("extract", "flip-extract", "truncate", "no-op")
-MOST = 1 << 14  # nodes of a random tree
+MOST = 1 << 14  # nodes of the largest random tree
 
 
 @dataclass(frozen=True)
 class TreePairs:
-    """Trees whose labels are numbers of tokens, and what those are.
+    """Pairs of trees whose labels are numbers of tokens, with the tokens.
 
     Args:
         pairs: Sources and targets.
-        names: Of the tokens.
-        arities: How many children a node of a target has, by its token.
+        names: Names of the tokens.
+        arities: Number of children of a node, by its token.
     """
 
-    pairs: Pairs[Bush]
+    pairs: Splits[tuple[LabelledTree, LabelledTree]]
     names: tuple[str, ...]
     arities: tuple[int, ...]
 
@@ -43,29 +43,29 @@ class TreePairs:
 def random_trees(
     seed: int, counts: Sequence[int], operation: Operation, *, depth: int, deviation: int, labels: int
 ) -> TreePairs:
-    """Random binary trees and their targets, all sources different (Algebraic Positional Encodings, section 4.1).
+    """Random binary trees and their targets, with distinct sources (Algebraic Positional Encodings, section 4.1).
 
-    copy: the same tree. rotation: its mirror image. c3: an expression of the cyclic group of order 3, of which every
-    operation on two numbers is done. ops: a root that says what is to be done, a leaf with the label of a node, and a tree
-    whose labels all differ. The target is the subtree of that node, or its mirror image, or the tree with a leaf of the same
-    label in place of that subtree, or the tree as it is.
+    copy: the target is the source. rotation: its mirror image. c3: the source is an expression in the cyclic group of order
+    3; the target has every sum of two numbers evaluated. ops: the source is a root that names an action, a leaf with the
+    label of a node, and a tree whose labels all differ. The target is the subtree of that node (extract), its mirror image
+    (flip-extract), the tree with a leaf in place of that subtree (truncate), or the tree (no-op).
 
-    The paper's appendix draws depths from a discretised normal distribution; here they are whole numbers from 1 on, which
-    those of ops count with the root above. What a truncated subtree leaves is not in the paper; it is the node's label in
-    the authors' code. Here it is too, as a token of its own where the label is that of an inner node, so that a token says
-    how many children it has.
+    The paper's appendix draws depths from a discretised normal distribution; here they are integers from 1 on, and include
+    the root that names the action. The paper does not say which leaf replaces a truncated subtree; as in the authors' code
+    it has the label of the node. For an inner node that is a token of its own, so that a token determines its number of
+    children.
 
     Args:
-        seed: Of the random numbers.
-        counts: Pairs of train, validation and test.
-        operation: Which.
+        seed: Seed of the random numbers.
+        counts: Numbers of pairs in train, validation and test.
+        operation: The operation.
         depth: Mean depth.
-        deviation: Its standard deviation.
-        labels: Of copy, rotation and ops: one half of leaves, the other of inner nodes; of ops, the last four of those are
-            what roots say.
+        deviation: Standard deviation of the depth.
+        labels: Number of labels for copy, rotation and ops: one half for leaves, the other half for inner nodes; for ops,
+            the last four of these are the actions.
 
     Raises:
-        ValueError: Where there are too few different trees, or too large ones.
+        ValueError: If there are too few different trees, or trees are too large.
     """
     random, ops = np.random.default_rng(seed), operation == "ops"
     leaves = 3 if operation == "c3" else labels // 2
@@ -75,9 +75,9 @@ def random_trees(
     if ops:
         names, arities = [*names, *ACTIONS, *names[leaves:]], [*arities, *[2] * len(ACTIONS), *[0] * inner]
 
-    def draw() -> tuple[Bush, Bush] | None:
-        own = max(1, int(random.normal(depth, deviation)))
-        shape = grow(random, own - ops, MOST)
+    def draw() -> tuple[LabelledTree, LabelledTree] | None:
+        height = max(1, int(random.normal(depth, deviation)))
+        shape = random_shape(random, height - ops, MOST)
         count = (len(shape) + 1) // 2
         if ops and count > min(leaves, inner + 1):
             return None
@@ -88,9 +88,9 @@ def random_trees(
             of_inner = leaves + random.integers(inner, size=count - 1)
         chosen = np.empty(len(shape), np.int64)
         chosen[[arity == 0 for arity in shape]], chosen[[arity > 0 for arity in shape]] = of_leaves, of_inner
-        return _made(operation, Bush(tuple(chosen.tolist()), shape), leaves, inner, random)
+        return _made(operation, LabelledTree(tuple(chosen.tolist()), shape), leaves, inner, random)
 
-    different: dict[Bush, tuple[Bush, Bush]] = {}
+    different: dict[LabelledTree, tuple[LabelledTree, LabelledTree]] = {}
     for _ in range(100 * sum(counts)):
         pair = draw()
         if pair is not None:
@@ -98,7 +98,7 @@ def random_trees(
         if len(different) == sum(counts):
             every = iter(different.values())
             splits = {name: [next(every) for _ in range(count)] for name, count in zip(SPLITS, counts, strict=True)}
-            return TreePairs(Pairs(splits), tuple(names), tuple(arities))
+            return TreePairs(Splits(splits), tuple(names), tuple(arities))
     raise ValueError(
         f"depth: expected {sum(counts):,} different trees, with labels for all nodes, of a depth about {depth}, got only "
         f"{len(different):,}; choose deeper trees, more labels (--vocabulary), or fewer samples"
@@ -106,58 +106,58 @@ def random_trees(
 
 
 def labels_of(operation: Operation, depth: int) -> int:
-    """How many labels random trees have by default: the paper's 20, or more where all of a tree's labels must differ.
+    """The default number of labels: the paper's 20, or more for ops, where all labels of a tree differ.
 
-    Those are 128 in the authors' code, whose trees have a depth of about 7.
+    The authors' code has 128 for ops, with trees of a depth of about 7.
     """
     return max(32, 2**depth) if operation == "ops" else 20
 
 
-def _made(operation: Operation, tree: Bush, leaves: int, inner: int, random: np.random.Generator) -> tuple[Bush, Bush]:
-    """A tree, of so many labels of leaves and of inner nodes, as source and target."""
+def _made(
+    operation: Operation, tree: LabelledTree, leaves: int, inner: int, random: np.random.Generator
+) -> tuple[LabelledTree, LabelledTree]:
+    """Source and target for a tree; `leaves` and `inner` are the numbers of labels."""
     if operation == "copy":
         return tree, tree
     if operation == "rotation":
-        return tree, mirrored(tree)
+        return tree, mirror(tree)
     if operation == "c3":
-        return tree, reduced(tree, lambda _, a, b: (a + b) % 3)
+        return tree, reduce_pairs(tree, lambda _, a, b: (a + b) % 3)
     node, action = int(random.integers(len(tree.labels))), int(random.integers(len(ACTIONS)))
-    own, label = slice(node, node + sizes(tree)[node]), tree.labels[node]
+    part, label = slice(node, node + subtree_sizes(tree)[node]), tree.labels[node]
     leaf = label + (inner + len(ACTIONS)) * (tree.arities[node] > 0)  # the token of that label without children
-    made: dict[str, Callable[[], Bush]] = {
-        "extract": lambda: part(tree, node),
-        "flip-extract": lambda: mirrored(part(tree, node)),
-        "truncate": lambda: Bush(
-            (*tree.labels[: own.start], leaf, *tree.labels[own.stop :]),
-            (*tree.arities[: own.start], 0, *tree.arities[own.stop :]),
+    made: dict[str, Callable[[], LabelledTree]] = {
+        "extract": lambda: subtree(tree, node),
+        "flip-extract": lambda: mirror(subtree(tree, node)),
+        "truncate": lambda: LabelledTree(
+            (*tree.labels[: part.start], leaf, *tree.labels[part.stop :]),
+            (*tree.arities[: part.start], 0, *tree.arities[part.stop :]),
         ),
         "no-op": lambda: tree,
     }
-    source = Bush((leaves + inner + action, label, *tree.labels), (2, 0, *tree.arities))
+    source = LabelledTree((leaves + inner + action, label, *tree.labels), (2, 0, *tree.arities))
     return source, made[ACTIONS[action]]()
 
 
-def read_trees(source: str, root: Path | None = None, console: "Console | None" = None) -> TreePairs:
-    """Trees of rows, a source, a tab and a target, each an s-expression; see `pairs.tables` and `pairs.read_texts`.
+def read_trees(source: str, console: "Console | None" = None) -> TreePairs:
+    """Pairs of trees from rows of two s-expressions with a tab between them; see `table_pairs` and `read_pairs`.
 
-    A token is a label with its number of children, so that a label of two kinds of nodes is two tokens. Prepared once, then
-    memory-mapped.
+    A token is a label together with a number of children. Prepared once, then memory-mapped.
 
     Args:
-        source: A table, or a folder of those that end with .tsv.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        source: A table, or a folder of .tsv files.
+        console: Shows the progress.
 
     Raises:
-        ValueError: Where there is nothing to read, or a row or a tree is wrong (with file, line and column).
+        ValueError: If there is nothing to read, or a row or a tree is wrong (with file, line and column).
     """
-    with preparing(found_of(source), root=root, console=console) as preparation:
-        (found,) = preparation.sources
+    with preparing(pair_source(source), console=console) as preparation:
+        (files,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
             sequences, left = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
-            for split, pair in assigned(lambda _: _trees(found, known), names_of(found), hashed, left):
+            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, left):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
             names, arities = [label for label, _ in known], [arity for _, arity in known]
@@ -165,32 +165,36 @@ def read_trees(source: str, root: Path | None = None, console: "Console | None" 
 
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
-    pairs = Pairs(stored(arrays, Planted(arities)), arrays.facts["left"])
-    return TreePairs(pairs, tuple(arrays.facts["names"]), arities)
+    return TreePairs(Splits(stored(arrays, _pair, each=2), arrays.facts["left"]), tuple(arrays.facts["names"]), arities)
 
 
-@dataclass(frozen=True)
-class Planted:
-    """Trees of tokens in preorder, of which each has so many children."""
-
-    arities: tuple[int, ...]
-
-    def __call__(self, tokens: np.ndarray) -> Bush:
-        labels = tuple(tokens.tolist())
-        return Bush(labels, tuple(self.arities[label] for label in labels))
+def _keys(pair: tuple[LabelledTree, LabelledTree]) -> tuple[bytes, bytes]:
+    """See `assign_splits`."""
+    source, target = pair
+    return source.key.encode(), f"({source.key}, {target.key})".encode()
 
 
-def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[str, tuple[Bush, Bush]]]:
-    """Name of the file and both trees of each row; tokens that come for the first time get the next number."""
-    for name, number, sides in tables(source):
-        made: list[Bush] = []
+def _pair(arrays: Arrays, split: str, row: int) -> tuple[LabelledTree, LabelledTree]:
+    """Source and target of tokens in preorder; the number of a node's children follows from its token."""
+    arities = arrays.facts["arities"]
+    both = (tuple(arrays.sequence(split, 2 * row + n).tolist()) for n in (0, 1))
+    source, target = (LabelledTree(labels, tuple(arities[label] for label in labels)) for labels in both)
+    return source, target
+
+
+def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[str, tuple[LabelledTree, LabelledTree]]]:
+    """Name of the file and both trees of each row; new tokens get the next number in `known`."""
+    from isopos.trees import Unread
+
+    for name, number, sides in table_pairs(source):
+        made: list[LabelledTree] = []
         for text in sides:
             try:
-                labels, arities = parsed(text)
-            except ValueError as error:
-                where, _, said = str(error).partition(": ")
+                labels, arities = parse(text)
+            except Unread as error:
                 side = " of the target" if made else ""
-                raise ValueError(f"data: {name}, line {number}, {where}{side}: {said}; repair or remove the line") from None
+                problem = f"line {number}, column {error.at + 1}{side}: {error.said.partition(';')[0]}"
+                raise ValueError(f"data: {name}, {problem}; repair or remove the line") from None
             tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
-            made.append(Bush(tuple(tokens), tuple(arities)))
+            made.append(LabelledTree(tuple(tokens), tuple(arities)))
         yield name, (made[0], made[1])

@@ -1,7 +1,7 @@
-"""Trees with a class each: s-expressions and nested JSON lists, read without recursion, as arrays of tokens and nodes.
+"""Trees with classes: s-expressions and nested JSON lists, read without recursion, as arrays of tokens and nodes.
 
-A node is labelled by the first atom of its s-expression; the inner nodes of nested lists have no labels. Tokens are labels
-of the train split, by frequency; that of a node without a label is `NODE`, and of labels that train does not have `UNKNOWN`.
+The label of a node is the first atom of its s-expression; inner nodes of nested lists have no labels. Tokens are the labels
+of the train split, by frequency. `NODE` is the token of nodes without a label, `UNKNOWN` that of other labels.
 """
 
 import json
@@ -9,31 +9,36 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, collect
-from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, parts, table_rows, wrong
+from isopos.deprecation import renamed
+from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
+from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, row_error, row_splits, table_rows
+from isopos.lab.data.labelled_trees import arities_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
-from isopos.lab.data.sources import Source, find
+from isopos.lab.data.sources import Source, find_source
 from isopos.trees import Unread, read
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["NODE", "UNKNOWN", "Bank", "load", "loads", "text"]
+__all__ = ["NODE", "UNKNOWN", "TreeDataset", "load_trees", "loads", "to_text"]
+
+__getattr__ = renamed(
+    __name__, {"Bank": "isopos.lab.data.treebank.TreeDataset", "load": "isopos.lab.data.treebank.load_trees"}
+)
 
 NODE, UNKNOWN = "()", "<unk>"
-COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # of the trees that come with isopos
+COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # random trees
 DEPTH, NODES = 6, (6, 30)
 
 
 class Read(NamedTuple):
-    """A tree: where it stands, its class, and nodes ``[n 2]``, as of `isopos.tree`, with their labels."""
+    """A tree: its row, which has its class; its nodes ``[n 2]``, as from `isopos.tree`; and their labels."""
 
     row: Row
     nodes: np.ndarray
@@ -41,25 +46,25 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Bank:
-    """Tokens and nodes of every tree, and its class."""
+class TreeDataset:
+    """Tokens, nodes and classes of trees."""
 
     name: str  # of the source
     arrays: Arrays
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the classes."""
         return tuple(self.arrays.facts["classes"])
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The label that each token is."""
+        """The label of each token."""
         return tuple(self.arrays.facts["words"])
 
     @property
     def branches(self) -> int:
-        """The most children that a node has."""
+        """Largest number of children of a node."""
         return self.arrays.facts["branches"]
 
     def labels(self, split: str) -> np.ndarray:
@@ -67,16 +72,16 @@ class Bank:
         return self.arrays[f"{split}-labels"]
 
     def sizes(self, split: str) -> np.ndarray:
-        """Nodes of each tree."""
+        """Number of nodes of each tree."""
         return self.arrays.lengths(split)
 
     def tree(self, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens ``[t]`` and nodes ``[t 2]`` of the n-th tree of a split, in preorder."""
-        own = slice(*self.arrays[f"{split}-starts"][n : n + 2])
-        return self.arrays[f"{split}-tokens"][own], self.arrays[f"{split}-nodes"][own]
+        rows = slice(*self.arrays[f"{split}-starts"][n : n + 2])
+        return self.arrays[f"{split}-tokens"][rows], self.arrays[f"{split}-nodes"][rows]
 
 
-def load(
+def load_trees(
     source: str,
     column: str = "tree",
     label: str = "label",
@@ -84,46 +89,44 @@ def load(
     inner: bool = False,
     vocabulary: int = 0,
     words: Sequence[str] = (),
-    root: Path | None = None,
     console: "Console | None" = None,
-) -> Bank:
+) -> TreeDataset:
     """The labelled trees of a source, prepared once, then memory-mapped.
 
-    Lines of a file that is no table (in a folder: .txt, .ptb or .mrg) are s-expressions with their class at the root. Other
-    inner nodes are taken to have classes, too, hidden as in the Stanford Sentiment Treebank: a node above one word
-    is that word. Rows of a .tsv or .csv are a label and a tree, or have these columns by name; those of a .jsonl are objects
-    with nested lists, or an s-expression, beside their label. Splits are as of `labelled`.
+    Lines of a file that is not a table (in a folder: .txt, .ptb or .mrg) are s-expressions with the class at the root. The
+    other labels of inner nodes are taken to be classes, too, and are hidden, as usual for the Stanford Sentiment Treebank; a
+    node above a single word becomes that word. Rows of a .tsv or .csv are a label and a tree, or have columns with these
+    names; lines of a .jsonl are objects with a label and nested lists or an s-expression. Splits are those of `labelled`.
 
     Args:
-        source: A path; empty: random trees of "and", "or" and "not", whose class is what they evaluate to.
-        column: Of the tree.
-        label: Of its class.
-        inner: See the labels of inner nodes below the root, too, where the root's is the class.
-        vocabulary: At most so many tokens; 0: as many as train has.
-        words: What they are, where that is known already.
-        root: Of the cache.
-        console: Shows the progress of the preparation.
+        source: A path; empty: random trees of "and", "or" and "not", whose class is their value.
+        column: Column of the tree.
+        label: Column of the class.
+        inner: Keep the labels of inner nodes below the root, where the root's label is the class.
+        vocabulary: Largest number of tokens; 0: all labels of train.
+        words: The labels of tokens, if they are known already.
+        console: Shows the progress.
 
     Raises:
-        ValueError: Where there is no tree, or one is wrong (with file, line and column).
+        ValueError: If there is no tree, or one is wrong (with file, line and column).
     """
     if not source:
-        own = [*_random()]
-        arrays = collect(lambda writer: _fill(writer, lambda: own, parts(SPLITS), 0, words))
-        return Bank("random trees of and, or and not", arrays)
-    with preparing(find(source, tables=True), root=root, console=console) as preparation:
-        (found,) = preparation.sources
+        trees = [*_random()]
+        arrays = in_memory(lambda writer: _fill(writer, lambda: trees, row_splits(SPLITS), 0, words))
+        return TreeDataset("random trees of and, or and not", arrays)
+    with preparing(find_source(source, tables=True), console=console) as preparation:
+        (files,) = preparation.sources
 
         def reading() -> Iterator[Read]:
-            for n, one in enumerate(_trees(found, column, label, inner)):
+            for n, one in enumerate(_trees(files, column, label, inner)):
                 if n % 1000 == 0:
                     preparation.progressing("reading trees", n, 0)
                 yield one
 
         def fill(writer: Writer) -> dict[str, object]:
-            return _fill(writer, reading, parts(preparation.names), vocabulary, words)
+            return _fill(writer, reading, row_splits(preparation.names), vocabulary, words)
 
-        return Bank(found.name, preparation.arrays("trees", fill, column, label, inner, vocabulary, list(words)))
+        return TreeDataset(files.name, preparation.arrays("trees", fill, column, label, inner, vocabulary, list(words)))
 
 
 def _fill(
@@ -151,7 +154,7 @@ def _fill(
         writer.add(f"{where}-nodes", one.nodes)
         classes.add(where, one.row)
         branches = max(branches, 1 + int(one.nodes[:, 1].max()))
-    names, labels = classes.settle()
+    names, labels = classes.numbered()
     for name, numbers in labels.items():
         writer.add(f"{name}-labels", numbers)
     return {"classes": names, "words": words, "branches": branches}
@@ -159,7 +162,7 @@ def _fill(
 
 def _trees(source: Source, column: str, label: str, inner: bool) -> Iterator[Read]:
     """The trees of a source, in its order."""
-    found, alone = 0, Path(source.name).is_file()
+    count, alone = 0, Path(source.name).is_file()
     for name, blocks in source.read(raw=False):
         suffix, lines = PurePosixPath(name).suffix.lower(), lines_of(name, blocks)
         if suffix in (".tsv", ".csv"):
@@ -171,9 +174,9 @@ def _trees(source: Source, column: str, label: str, inner: bool) -> Iterator[Rea
         else:
             some = (Row((line,), "", name, n) for n, line in enumerate(lines, 1) if line.strip())
         for row in some:
-            found += 1
+            count += 1
             yield _tree(row, inner)
-    if not found:
+    if not count:
         raise ValueError(f"data: expected trees, an s-expression a line or a label and a tree, got none in {source.name}")
 
 
@@ -188,20 +191,20 @@ def _tree(row: Row, inner: bool) -> Read:
             raise Unread(f"expected an s-expression or nested lists, got {str(value)[:40]}", 0)
         rows, labels = read(value)
     except Unread as error:
-        raise wrong(row.file, row.line, error.message.partition(";")[0], error.at + row.start) from None
+        raise row_error(row.file, row.line, error.message.partition(";")[0], error.at + row.start) from None
     rows = np.array(rows)
     if row.label:
-        return Read(row._replace(values=(value if isinstance(value, str) else text(labels, rows),)), rows, labels)
+        return Read(row._replace(values=(value if isinstance(value, str) else to_text(labels, rows),)), rows, labels)
     row = row._replace(label=labels[0])
     if len(rows) == 1:
-        raise wrong(
+        raise row_error(
             row.file, row.line, f"expected a label and a tree, as (label child ...), got {labels[0][:40]!r} alone", 1
         )
     return Read(row, *(_hidden(rows, labels) if not inner else (rows, [None, *labels[1:]])))
 
 
 def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[str | None]]:
-    """The tree without the labels of inner nodes; those above a single leaf are that leaf."""
+    """The tree without the labels of inner nodes; a node above a single leaf becomes that leaf."""
     parent, n = rows[:, 0], len(rows)
     children = np.bincount(parent[parent >= 0], minlength=n)
     leaf = children == 0
@@ -209,38 +212,35 @@ def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[s
     named = [label if is_leaf else None for label, is_leaf in zip(labels, leaf, strict=True)]
     for row in merged.nonzero()[0].tolist():
         named[row - 1] = labels[row]
-    place = np.cumsum(~merged) - 1
+    new_row = np.cumsum(~merged) - 1
     kept = rows[~merged].copy()
-    kept[:, 0] = np.where(kept[:, 0] >= 0, place[kept[:, 0]], -1)
+    kept[:, 0] = np.where(kept[:, 0] >= 0, new_row[kept[:, 0]], -1)
     return kept, [name for name, gone in zip(named, merged.tolist(), strict=True) if not gone]
 
 
-def text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
-    """The s-expression of a tree in preorder; nodes without labels have none.
+def to_text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
+    """The s-expression of a tree in preorder, also of nodes without labels.
 
     Examples:
-        >>> text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
+        >>> to_text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
         '(and T (not F))'
     """
-    parent = [int(row) for row in nodes[:, 0]]
-    inner, depth, pieces = {*parent}, [0] * len(parent), []
-    for row, (label, above) in enumerate(zip(labels, parent, strict=True)):
-        depth[row] = depth[above] + 1 if above >= 0 else 0
-        shown = "" if label in (None, NODE) else str(label)
-        pieces.append(f"({shown}" if row in inner else shown or "()")
-    closing = [(d + (row in inner)) - after for row, (d, after) in enumerate(pairwise([*depth, 0]))]
-    said = [piece + ")" * count for piece, count in zip(pieces, closing, strict=True)]
-    return re.sub(r"\( ", "(", " ".join(said))
+    arities = arities_of(nodes[:, 0])
+    unlabelled = {True: "", False: "()"}  # of inner nodes and of leaves
+    names = [
+        unlabelled[arity > 0] if label in (None, NODE) else str(label) for label, arity in zip(labels, arities, strict=True)
+    ]
+    return s_expression(names, arities).replace("( ", "(")
 
 
 ATOM = re.compile(r'\s*([\[\]{},:]|"(?:[^"\\]|\\.)*"|[^\s\[\]{},:"]+|"|$)')
 
 
 def loads(line: str) -> Any:
-    """The value of JSON, however deep; atoms below lists are text.
+    """The value of JSON of any depth; atoms in lists stay text.
 
     Raises:
-        json.JSONDecodeError: Where it is none, with the column.
+        json.JSONDecodeError: If it is not JSON, with the column.
 
     Examples:
         >>> loads('{"label": 1, "tree": [["the", "cat"], 2]}')
@@ -257,8 +257,8 @@ def loads(line: str) -> Any:
             stack[-1][keys[-1]] = value
 
     stack: list[Any] = [[]]
-    keys: list[Any] = [None]  # of the object that is open, for the value that comes
-    state, at = "value", 0  # what comes: a value, a key, a colon; after a value, whatever may follow
+    keys: list[Any] = [None]  # for each open list or object, the key of the next value
+    state, at = "value", 0  # what is expected: a value, a key, a colon; or what may follow a value
     while match := ATOM.match(line, at):
         token, at, begin = match[1], match.end(), match.start(1)
         inside = stack[-1]
@@ -304,7 +304,7 @@ def loads(line: str) -> Any:
 
 
 def _random() -> Iterator[Read]:
-    """Trees of "and", "or" and "not", half of them true."""
+    """Random trees of "and", "or" and "not", half of them true."""
     draw = Random(0).random
 
     def grow(depth: int) -> tuple[str, int, bool]:
@@ -313,16 +313,16 @@ def _random() -> Iterator[Read]:
             return "T" if value else "F", 1, value
         name = ("not", "and", "or")[int(3 * draw())]
         children = [grow(depth + 1) for _ in range(1 if name == "not" else 2 + int(2 * draw()))]
-        said, nodes, values = zip(*children, strict=True)
+        texts, nodes, values = zip(*children, strict=True)
         value = not values[0] if name == "not" else (all if name == "and" else any)(values)
-        return f"({name} {' '.join(said)})", 1 + sum(nodes), value
+        return f"({name} {' '.join(texts)})", 1 + sum(nodes), value
 
     seen = set()
     for split, count in COUNTS.items():
         wanted = {True: count // 2, False: count // 2}
         while any(wanted.values()):
-            said, nodes, value = grow(0)
-            if NODES[0] <= nodes <= NODES[1] and wanted[value] and said not in seen:
+            expression, nodes, value = grow(0)
+            if NODES[0] <= nodes <= NODES[1] and wanted[value] and expression not in seen:
                 wanted[value] -= 1
-                seen.add(said)
-                yield _tree(Row((said,), str(value).lower(), split, 1), True)
+                seen.add(expression)
+                yield _tree(Row((expression,), str(value).lower(), split, 1), True)

@@ -1,4 +1,4 @@
-"""Tasks by name. One of your own is MODULE:NAME, of a module in the working folder or installed."""
+"""Tasks by name; a task of your own is MODULE:NAME, of a module in the working folder or an installed one."""
 
 from isopos.lab.tasks.task import TASKS, find, spec
 

@@ -1,9 +1,9 @@
-"""Attention of other papers in place of a scheme's: what tables compare with, as `sinusoidal:attention=linformer`.
+"""Baselines: attention of other papers in place of a scheme's, as `sinusoidal:attention=linformer`.
 
-Only additive positions fit, and only bidirectional models: none of these is causal, sees a context or has a stream. Each is
-made for a longest sample; shorter ones are filled up to it with masked zeros, so that neither padding, nor how much of it
-there is, changes anything. Where the sizes are not those of a paper they are those of Xiong et al.'s code for the Long-Range
-Arena from 1,024 tokens on, and in proportion below: 256 rows, 128 landmarks, chunks of 64 tokens.
+They require additive positions and bidirectional models: none of them is causal, takes a context or has a stream. Each is
+made for a longest sample, to which shorter samples are padded with masked zeros, so that outputs do not depend on padding.
+Sizes that a paper does not give are those of Xiong et al.'s code for the Long Range Arena from 1,024 tokens on, and in
+proportion below: 256 rows, 128 landmarks, chunks of 64 tokens.
 """
 
 import importlib.util
@@ -14,20 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isopos.deprecation import renamed
 from isopos.models import Classifier, Encoder, PairClassifier, Vision
 from isopos.scheme import Scheme
 from isopos.spec import of_layers, split_spec
 
-__all__ = ["OTHERS", "absence", "check_other", "replace_attention"]
+__all__ = ["BASELINES", "check_baseline", "missing_package", "replace_attention"]
 
-KERNEL = 35  # tokens of Nyströmformer's convolution
-HASHES = 2  # rounds of Reformer's
-LONGEST = 1024  # of samples whose task does not say
+__getattr__ = renamed(__name__, {"absence": "isopos.lab.tasks.attentions.missing_package"})
+
+KERNEL = 35  # width of Nyströmformer's convolution in tokens
+HASHES = 2  # rounds of hashing in Reformer
+LONGEST = 1024  # tokens of the longest sample if the task does not say
 PERMITTED = (Classifier, Encoder, PairClassifier, Vision)
 
 
-class Other(nn.Module, ABC):
-    """Bidirectional self-attention of samples of at most `length` tokens, called as `isopos.Attention` is.
+class BaselineAttention(nn.Module, ABC):
+    """Bidirectional self-attention for samples of at most `length` tokens, with the call of `isopos.Attention`.
 
     Args:
         model_dim: Width of inputs and outputs.
@@ -39,14 +42,14 @@ class Other(nn.Module, ABC):
     def __init__(self, model_dim: int, heads: int, length: int, dropout: float):
         super().__init__()
         self.model_dim, self.heads, self.length, self.dropout = model_dim, heads, length, dropout
-        self.filled = length  # tokens of what `attend` is given
+        self.filled = length  # padded length, in tokens
         self.out = nn.Linear(model_dim, model_dim)
 
     def forward(self, x: Tensor, at: object, *, mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Attend from x ``[b t m]`` to the tokens of the mask ``[b t]``; what the scheme's `at` returned is not used."""
+        """Attend from x ``[b t m]`` to the tokens of the mask ``[b t]``; `at` is ignored."""
         if refused := [name for name, value in options.items() if value is not None and value is not False]:
-            own = type(self).__name__
-            raise ValueError(f"{refused[0]}: expected none with {own}, which is bidirectional self-attention")
+            name = type(self).__name__
+            raise ValueError(f"{refused[0]}: expected none with {name}, which is bidirectional self-attention")
         t = x.shape[1]
         if t > self.length:
             raise ValueError(f"x: expected at most {self.length} tokens, for which {type(self).__name__} was made, got {t}")
@@ -57,11 +60,11 @@ class Other(nn.Module, ABC):
 
     @abstractmethod
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
-        """What heads find, ``[b filled m]``, of x ``[b filled m]``, which is zero where the mask ``[b filled]`` is False."""
+        """Outputs of all heads ``[b filled m]``; x ``[b filled m]`` is zero where the mask ``[b filled]`` is False."""
 
 
-class Linformer(Other):
-    """Softmax attention to k mixtures of keys and of values, which are learned for each place, and shared by heads.
+class Linformer(BaselineAttention):
+    """Softmax attention to k learned mixtures of keys and of values over tokens, which heads share.
 
     head = softmax(Q (E K)^T / sqrt(d)) F V, with E and F of shape ``[k n]``: k = n / 4, but at most 256.
 
@@ -84,11 +87,12 @@ class Linformer(Other):
         return y.transpose(1, 2).flatten(2)
 
 
-class Nystromformer(Other):
-    """Softmax attention through landmarks, means of as many neighbours each, with a convolution of values beside it.
+class Nystromformer(BaselineAttention):
+    """Softmax attention through landmarks, means of equally many neighbours, plus a convolution of values.
 
-    That of transformers. Its pseudo-inverse starts from each sample's own norm, as in its authors' later code: that of the
-    paper takes the largest of a batch, so that samples change each other. Padding is zero ahead of the projections.
+    The implementation is that of transformers. The pseudo-inverse starts from the norm of each sample, as in the authors'
+    later code; the paper takes the largest norm of a batch, so that samples influence each other. Padding is zero before
+    the projections.
 
     References:
         Nyströmformer (Xiong et al. 2021), Eq. 13. https://arxiv.org/abs/2102.03902
@@ -120,10 +124,10 @@ class Nystromformer(Other):
         return self.inner(x, hidden[:, None, None])[0]
 
 
-class Reformer(Other):
-    """Softmax attention within buckets of a locality-sensitive hash, with queries for keys.
+class Reformer(BaselineAttention):
+    """Softmax attention within buckets of a locality-sensitive hash, with shared queries and keys.
 
-    That of transformers. Its hashes are drawn anew in each step of training, always the same in evaluation.
+    The implementation is that of transformers. Each training step draws new hashes; evaluation always has the same ones.
 
     References:
         Reformer (Kitaev et al. 2020), section 2. https://arxiv.org/abs/2001.04451
@@ -158,34 +162,38 @@ class Reformer(Other):
             return self.inner(x, mask).hidden_states
 
 
-OTHERS: dict[str, type[Other]] = {"linformer": Linformer, "nystromformer": Nystromformer, "reformer": Reformer}
-PACKAGED = ("nystromformer", "reformer")  # that are those of transformers
+BASELINES: dict[str, type[BaselineAttention]] = {
+    "linformer": Linformer,
+    "nystromformer": Nystromformer,
+    "reformer": Reformer,
+}
+PACKAGED = ("nystromformer", "reformer")  # from transformers
 
 
-def absence(spec: str) -> str:
-    """Which package the attention of a scheme needs that is not there, and what to do; empty where it has all."""
+def missing_package(spec: str) -> str:
+    """A message about the missing package of a scheme's attention, with the remedy; "" if nothing is missing."""
     name = next((found for one in of_layers(spec) if (found := split_spec(one)[1].get("attention", "")) in PACKAGED), "")
     if not name or importlib.util.find_spec("transformers") is not None:
         return ""
     return f"{name} needs the package transformers: pip install 'isopos[peers]'"
 
 
-def check_other(name: str, scheme: Scheme, spec: str) -> None:
-    """ValueError where one of `OTHERS` does not fit the scheme of a specification, or its package is missing."""
+def check_baseline(name: str, scheme: Scheme, spec: str) -> None:
+    """Raise a ValueError if a baseline does not fit a scheme, or its package is missing."""
     if not scheme.position_free or scheme.width > 1:
         raise ValueError(
             f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
             f"attention={name}, got {spec}"
         )
-    if missing := absence(spec):
+    if missing := missing_package(spec):
         raise ValueError(f"attention: {missing}")
 
 
 def replace_attention(model: Any, name: str, length: object) -> None:
-    """Put one of `OTHERS` in the place of each block's attention, for samples of at most so many tokens.
+    """Replace the attention of each block by a baseline for samples of at most `length` tokens.
 
     Raises:
-        ValueError: Where the model is not bidirectional.
+        ValueError: If the model is not bidirectional.
     """
     if not isinstance(model, PERMITTED):
         kinds = ", ".join(kind.__name__ for kind in PERMITTED)
@@ -196,5 +204,5 @@ def replace_attention(model: Any, name: str, length: object) -> None:
     longest = length if isinstance(length, int) else LONGEST
     block: Any
     for block in model.blocks:
-        own = block.attention
-        block.attention = OTHERS[name](own.out.in_features, own.heads, longest, own.dropout)
+        old = block.attention
+        block.attention = BASELINES[name](old.out.in_features, old.heads, longest, old.dropout)

@@ -1,4 +1,4 @@
-"""A bidirectional model, as RoBERTa's, on random tokens, each of which is to be found in its place: what a step costs."""
+"""A bidirectional model as RoBERTa's that predicts random tokens from themselves, to measure the cost of a step."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ __all__ = ["Bidirectional", "RandomTokens"]
 
 @dataclass(frozen=True)
 class Bidirectional(Task):
-    """The random tokens of a bidirectional model."""
+    """Random tokens for a bidirectional model."""
 
-    vocabulary: int = 256  # Tokens.
+    vocabulary: int = 256  # Number of different tokens.
     length: int = 512  # Tokens of a sample.
 
     name = "bidirectional"
@@ -54,7 +54,7 @@ class Bidirectional(Task):
 
 
 class RandomTokens(Data):
-    """Tokens drawn from seed and step."""
+    """Random tokens, a function of seed and step."""
 
     def __init__(self, task: Bidirectional):
         self.task, self.name, self.summary = task, "random tokens", "as many as are asked for"

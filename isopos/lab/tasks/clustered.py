@@ -29,36 +29,36 @@ def clustered_attention(
     layout: AxisOrder = "bhtd",
     **others: Any,
 ) -> Tensor:
-    """Attention both ways in which near queries share weights, but for those of the keys that matter most to them.
+    """Bidirectional attention in which clusters of queries share a distribution, and top-k keys are weighted per query.
 
-    Queries rho(x_i) q_i are put into clusters by k-means; a centroid c has the weights softmax(scale <c, rho(x_j) k_j>). Of
-    the `topk` keys that have most of these, each query of the cluster has weights of its own, scaled to the same sum; the
-    others keep the centroid's (Vyas et al., "improved"; `topk=0` is their plain form). A shift of all positions is one
-    isometry of all queries: distances and clusters stay, and outputs are exactly relative (Algebraic Positional Encodings,
+    K-means clusters the queries rho(x_i) q_i; a centroid c has the weights softmax(scale <c, rho(x_j) k_j>). For the `topk`
+    keys with the largest weights, each query of the cluster computes its own weights, scaled to the same sum; for other keys
+    it has the centroid's (Vyas et al., "improved"; `topk=0` is their plain form). A shift of all positions is an isometry of
+    all queries: it changes neither distances nor clusters, and outputs are exactly relative (Algebraic Positional Encodings,
     section 3.4.4).
 
-    The first centroids are queries evenly spaced among the tokens, so that nothing is random; theirs are hashes of random
-    projections, which no isometry keeps. With as many clusters as queries, or a `topk` of all keys, it is softmax attention.
+    The initial centroids are evenly spaced queries, so nothing is random. The authors cluster hashes of random projections,
+    which isometries change. With one cluster per query, or a `topk` of all keys, this is softmax attention.
 
     Args:
-        q: Queries ``[*b h t d]``, any floating dtype. All are there before any is answered: there is no causal form.
+        q: Queries ``[*b h t d]``, any floating dtype. There is no causal form, since clusters need all queries.
         k: Keys ``[*b h s d]``.
         v: Values ``[*b h s e]``.
-        clusters: Of each head, at most t.
-        topk: Keys of each cluster.
-        iterations: Of k-means. No gradient passes through the choice of clusters and keys.
+        clusters: Number of clusters per head; t at most are used.
+        topk: Keys per cluster that are weighted per query.
+        iterations: Iterations of k-means. No gradient passes through the choice of clusters and keys.
         isometry: rho at the positions of q and k; a pair for cross-attention.
         scale: d^-1/2 by default.
         mask: Keys that take part, bool ``[*b s]``.
-        query_mask: Queries that shape clusters, bool ``[*b t]``: all but padding, which may hold anything. Outputs of
-            the others mean nothing.
-        layout: Of `softmax_attention`.
+        query_mask: Queries that take part in clustering, bool ``[*b t]``; the values and outputs of others (padding) are
+            arbitrary.
+        layout: As in `softmax_attention`.
 
     Returns:
-        ``[*b h t e]`` in q's dtype; zero where no key takes part. Time and memory are ``t (clusters + topk) d``.
+        ``[*b h t e]`` in q's dtype; zero if no key takes part. Time and memory are ``t (clusters + topk) d``.
 
     Raises:
-        TypeError: For arguments of a scheme that add to scores of pairs, which clusters never form.
+        TypeError: For arguments of a scheme that add to the scores of pairs.
         ValueError: As `softmax_attention`.
 
     References:
@@ -93,11 +93,11 @@ def clustered_attention(
 
 
 def _attend(problem: SoftmaxProblem, query_mask: Tensor | None, clusters: int, topk: int, iterations: int) -> Tensor:
-    scale, wide = problem.scale, torch.promote_types(problem.q.dtype, torch.float32)
-    mapped = problem.rho_q(problem.q.to(wide)), problem.rho_k(problem.k.to(wide)), problem.v.to(wide)
+    scale, dtype = problem.scale, torch.promote_types(problem.q.dtype, torch.float32)
+    mapped = problem.rho_q(problem.q.to(dtype)), problem.rho_k(problem.k.to(dtype)), problem.v.to(dtype)
     q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in mapped)
     if query_mask is not None:
-        q = torch.where(query_mask[..., None, :, None], q, 0)  # whatever it holds: zero times NaN would reach centroids
+        q = torch.where(query_mask[..., None, :, None], q, 0)  # zero times NaN would reach centroids
     takes_part = (
         torch.ones((), dtype=torch.bool, device=q.device) if problem.mask is None else problem.mask[..., None, None, :]
     )
@@ -110,22 +110,22 @@ def _attend(problem: SoftmaxProblem, query_mask: Tensor | None, clusters: int, t
     share, index = weight.topk(min(topk, k.shape[-2]), -1)
     out = torch.take_along_dim(weight.scatter(-1, index, 0) @ v, label[..., None], -2)
     if topk:
-        mine = torch.take_along_dim(index, label[..., None], -2)[..., None]  # [*b h t topk 1]
-        keys, values = (torch.take_along_dim(x.unsqueeze(-3), mine, -2) for x in (k, v))
-        logits = scale * (q.unsqueeze(-2) * keys).sum(-1) + torch.take_along_dim(ahead, mine[..., 0], -1)
+        chosen = torch.take_along_dim(index, label[..., None], -2)[..., None]  # [*b h t topk 1]
+        keys, values = (torch.take_along_dim(x.unsqueeze(-3), chosen, -2) for x in (k, v))
+        logits = scale * (q.unsqueeze(-2) * keys).sum(-1) + torch.take_along_dim(ahead, chosen[..., 0], -1)
         mass = torch.take_along_dim(share.sum(-1, keepdim=True), label[..., None], -2)
-        own = mass * logits.clamp_min(torch.finfo(logits.dtype).min).softmax(-1)
-        out = out + (own.unsqueeze(-2) @ values).squeeze(-2)
+        per_query = mass * logits.clamp_min(torch.finfo(logits.dtype).min).softmax(-1)
+        out = out + (per_query.unsqueeze(-2) @ values).squeeze(-2)
     return torch.where(alive, out, 0)
 
 
 def _clusters(q: Tensor, query_mask: Tensor | None, clusters: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """The cluster of each query ``[*b h t]``, and the means of each ``[*b h c d]``, by Lloyd's algorithm."""
+    """Clusters of queries ``[*b h t]`` and their means ``[*b h c d]``, by Lloyd's algorithm."""
     t = q.shape[-2]
     clusters = min(clusters, t)
     counts = torch.ones(t, dtype=torch.bool, device=q.device) if query_mask is None else query_mask.unsqueeze(-2)
     counts = counts.expand(q.shape[:-1])
-    order = counts.logical_not().to(torch.int8).argsort(dim=-1, stable=True)  # those that count, in their order
+    order = counts.logical_not().to(torch.int8).argsort(dim=-1, stable=True)  # masked queries last
     step = torch.arange(clusters, device=q.device) * counts.sum(-1, keepdim=True) // clusters
     with torch.no_grad():
         centre = torch.take_along_dim(q, order.gather(-1, step)[..., None], -2)
@@ -140,7 +140,7 @@ def _nearest(q: Tensor, centre: Tensor) -> Tensor:
 
 
 def _means(q: Tensor, label: Tensor, counts: Tensor, before: Tensor) -> Tensor:
-    """Of the queries that count; what was before, where there are none."""
+    """Means of the counted queries of each cluster; the previous mean for an empty cluster."""
     member = (F.one_hot(label, before.shape[-2]) * counts[..., None]).to(q.dtype)
     size = member.sum(-2)[..., None]
     return torch.where(size > 0, member.mT @ q / size.clamp_min(1), before)

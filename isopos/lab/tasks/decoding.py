@@ -1,7 +1,4 @@
-"""What a trained decoder is asked for: perplexity, also of windows far longer than those of the training, and text.
-
-Perplexity is measured as the papers do.
-"""
+"""Evaluation of a trained decoder: perplexity, also in windows longer than in training, and generated text."""
 
 import codecs
 import math
@@ -11,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.deprecation import renamed
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 
-__all__ = ["at_once", "choose", "perplexity", "pieces", "why_not"]
+__all__ = ["generate_text", "perplexity", "sample_tokens", "tokens_at_once", "unscorable"]
 
-PIECE = 4096  # tokens that a model is given at once
-LOGITS = 1 << 27  # numbers that the head of a large vocabulary may return at once
-SCORES = 1 << 24  # of pairs of tokens, a head of softmax attention
+__getattr__ = renamed(
+    __name__, {"choose": "isopos.lab.tasks.decoding.sample_tokens", "pieces": "isopos.lab.tasks.decoding.generate_text"}
+)
+
+PIECE = 4096  # largest number of tokens per call
+LOGITS = 1 << 27  # largest number of logits per call
+SCORES = 1 << 24  # largest number of scores per head of softmax attention
 
 
 def perplexity(
@@ -31,31 +33,31 @@ def perplexity(
     scored: int | None = None,
     limit: int | None = None,
 ) -> dict[str, float]:
-    """How well a model predicts a split, read in windows of `length`: figures by name.
+    """Perplexity of a model on a split, read in windows of `length`: figures by name.
 
-    That is "nats", the mean cross-entropy of a token; "bits_per_byte", the same of a byte of UTF-8, which does not depend on
-    the tokenizer; how many "tokens" were scored; and "perplexity", exp(nats).
+    "nats" is the mean cross-entropy per token; "bits_per_byte" the same per byte of UTF-8, which does not depend on the
+    tokenizer; "tokens" the number of scored tokens; "perplexity" is exp(nats).
 
-    Without `scored` windows are side by side, and every token counts but the first of the split. With it each window counts
-    its last tokens only: all of them have ``length - scored`` tokens before them, by which windows overlap. PermuteFormer
-    (section 4.2.1) scores the last 256 of 512; LRPE says no more than perplexity. Long windows run as streams in pieces of
-    4096 tokens or less, with the same result in less memory. Bits a byte take the mean bytes a token of the whole split.
-    The model is in evaluation mode. With `limit` only the first so many tokens of the split are looked at.
+    Without `scored` windows do not overlap, and every token except the first is scored. With `scored` only the last tokens
+    of each window are: windows overlap, so that all scored tokens have ``length - scored`` tokens before them.
+    PermuteFormer (section 4.2.1) scores the last 256 of 512; LRPE does not say. Long windows run as streams in pieces of
+    at most 4096 tokens, with the same result in less memory. Bits per byte use the mean bytes per token of the whole split.
+    The model must be in evaluation mode. `limit` is the largest number of tokens of the split that are read.
 
     Raises:
-        ValueError: Before any work, where `length` has no positions in the scheme, or no window in the split, where the
-            vocabularies differ, or where `scored` is not in a window.
+        ValueError: If the scheme has no positions for `length`, the split has no window, the vocabularies differ, or
+            `scored` does not fit into a window.
     """
-    reason = why_not(model, corpus, length, split, limit)
+    reason = unscorable(model, corpus, length, split, limit)
     if reason:
         raise ValueError(reason)
-    own = model.tokens.num_embeddings
-    if own != corpus.vocabulary:
+    vocabulary = model.tokens.num_embeddings
+    if vocabulary != corpus.vocabulary:
         raise ValueError(
-            f"vocabulary: expected the {own} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load the "
-            "text with the tokenizer that was saved beside the model"
+            f"vocabulary: expected the {vocabulary} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load "
+            "the text with the tokenizer that was saved beside the model"
         )
-    piece = at_once(model, length)
+    piece = tokens_at_once(model, length)
     device = model.tokens.weight.device
     total, count = 0.0, 0
     with torch.no_grad():
@@ -67,8 +69,8 @@ def perplexity(
     return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.exp(nats) if nats < 700 else math.inf}
 
 
-def why_not(model: Any, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
-    """Why windows of that length cannot be scored, or nothing."""
+def unscorable(model: Any, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
+    """The reason why windows of that length cannot be scored; or ""."""
     if length < 1 or (limit is not None and limit < 1):
         return f"length: expected positive numbers of tokens, got windows of {length} and a limit of {limit}"
     longest, tokens = model.scheme.max_length, len(corpus.split(split))
@@ -80,8 +82,8 @@ def why_not(model: Any, corpus: Corpus, length: int, split: str = "validation", 
     return ""
 
 
-def at_once(model: Any, length: int) -> int:
-    """As many tokens, in windows of a length, as memory surely has room for."""
+def tokens_at_once(model: Any, length: int) -> int:
+    """Number of tokens, in windows of a length, that fit into memory."""
     piece = PIECE
     if isinstance(model.head, torch.nn.Linear):
         piece = min(piece, LOGITS // model.head.out_features)
@@ -102,16 +104,15 @@ def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
     return total
 
 
-def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Tokens ``[b]`` drawn from logits ``[b vocabulary]``.
+def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Random tokens ``[b]`` by logits ``[b vocabulary]``, which are divided by the temperature.
 
-    Divided by the temperature first; then only the most probable tokens remain whose predecessors, in that order, are less
-    than `top_p` together: at least one.
+    Nucleus sampling: only the most probable tokens can be drawn, up to a total probability of `top_p`; at least one.
 
     Examples:
         >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(1000, 3)
-        >>> drawn = choose(logits, 1.0, 0.7, torch.Generator().manual_seed(0))
-        >>> drawn.unique().tolist(), choose(logits, 0.0, 1.0, torch.Generator()).unique().tolist()
+        >>> drawn = sample_tokens(logits, 1.0, 0.7, torch.Generator().manual_seed(0))
+        >>> drawn.unique().tolist(), sample_tokens(logits, 0.0, 1.0, torch.Generator()).unique().tolist()
         ([0, 1], [0])
     """
     if temperature == 0:
@@ -126,7 +127,7 @@ def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 
 @torch.no_grad()
-def pieces(
+def generate_text(
     model: Decoder,
     tokenizer: Tokenizer,
     start: Tensor,
@@ -135,12 +136,12 @@ def pieces(
     top_p: float,
     generator: torch.Generator,
 ) -> Iterator[str]:
-    """Text as it comes: the tokens ``[1 t]`` of its start are read at once, then each token is chosen, see `choose`."""
+    """Generated text, token by token, after a prompt ``[1 t]``; see `sample_tokens`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     x, stream = model.advance(start)
     logits, steps = model.head(x[:, -1]), model.steps(stream)  # of the last token only: a vocabulary may be large
     for _ in range(tokens):
-        token = choose(logits, temperature, top_p, generator)
+        token = sample_tokens(logits, temperature, top_p, generator)
         yield decoder.decode(tokenizer.piece(int(token)))
         logits = steps(token)
     yield decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""The tasks of GLUE: an encoder, trained as a masked language model, learns to tell labels of texts and pairs of texts."""
+"""The tasks of GLUE: an encoder, pretrained as a masked language model, classifies texts and pairs of texts."""
 
 import warnings
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos import catalog
-from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load, subset_of
+from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load_glue, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
-from isopos.lab.tasks.samples import Labelled
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.samples import Labelled, padded
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,43 +36,40 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Glue(Task):
-    """What a classifier of GLUE reads: a text or two, each ended by a line feed, whose tokens, averaged, tell the label."""
+    """A classifier of one or two texts, each followed by a line feed; features of tokens are averaged."""
 
     data: str = ""
     """A folder or an archive of one of GLUE's tasks, with train.tsv and dev.tsv; empty: phrases of the Python language
-    reference, half of them with their words in reverse order, to be told from the others."""
-    subset: str = ""  # CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI or RTE; empty: as a folder of the data is called.
+    reference, half of them with their words in reverse order, which is the class."""
+    subset: str = ""  # CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI or RTE; empty: from the name of the data's folder.
     start: str = ""
-    """A run of the task masked, or a folder of such runs, of which that of the same scheme and seed counts: training begins
-    with its weights, but for the head, and its tokenizer. Empty: with random ones, and bytes."""
-    length: int = 256  # Tokens of a sample: of what is longer the longer text is cut.
-    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
-    validation_rows: int = 0  # At most so many held-out rows are scored; 0: all.
+    """A run of the task masked, or a folder of such runs, in which scheme and seed select one: training begins with its
+    tokenizer and its weights, except the head. Empty: bytes and random weights."""
+    length: int = 256  # Tokens of the longest sample; in longer ones the longer text is cut.
+    vocabulary: int = 0  # Number of tokens; 0: that of the tokenizer.
+    validation_rows: int = 0  # Largest number of held-out rows that are scored; 0: all.
 
     name = "glue"
     schemes = "none,rope,lrpe-orthogonal,permuteformer"
     edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
     unit = "rows"
+    counted = "rows"
     limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
-    settled = ("subset", "vocabulary")
+    inferred = ("subset", "vocabulary")
 
     @property
-    def own(self) -> Subset:
-        """That of `SUBSETS` which is learned."""
+    def kind(self) -> Subset:
+        """The chosen task of `SUBSETS`."""
         return SUBSETS[self.subset or subset_of(self.data)]
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         loss = Metric("loss", "loss", note=f"loss: {self.loss_unit}")
-        return (*(FIGURES[name] for name in self.own.figures), loss)
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "rows", "higher", ",.0f"),)
+        return (*(FIGURES[name] for name in self.kind.figures), loss)
 
     @property
     def loss_unit(self) -> str:
-        return "nats" if self.own.labels else "squared error"
+        return "nats" if self.kind.labels else "squared error"
 
     @property
     def fits(self) -> dict[str, object]:
@@ -87,21 +84,19 @@ class Glue(Task):
         from isopos.positions import Line
 
         catalog.expect("subset", self.subset or subset_of(self.data), SUBSETS)
-        scheme = check_group(recipe, (Line,), "on a line, which text has")
-        longest = scheme.max_length
-        at_most = f"at most {longest}, for which {recipe.scheme} has positions"
-        require("length", self.length, at_most, longest is None or self.length <= longest)
+        where = "on a line, which text has"
+        check_group(recipe, (Line,), where, length=self.length, field="length", remedy="cuts texts there")
         self.model(recipe)
         self.origin(recipe)
         return []
 
     def origin(self, recipe: Recipe) -> Path | None:
-        from isopos.lab.tasks.build import begun, build_scheme
+        from isopos.lab.tasks.build import warm_start_recipe, build_scheme
 
         if not self.start:
             return None
         folder = self._run(recipe)
-        before = begun(folder, recipe, Masked, ("scheme",))
+        before = warm_start_recipe(folder, recipe, Masked, ("scheme",))
         if build_scheme(before).fingerprint != build_scheme(recipe).fingerprint:
             raise ValueError(
                 f"start: expected {recipe.scheme} with the constants that it has in {folder}, which follow seed and length, "
@@ -110,18 +105,18 @@ class Glue(Task):
         return folder
 
     def _run(self, recipe: Recipe) -> Path:
-        """That of `start`, or the one in it that has the same scheme and seed."""
-        folder, found = Path(self.start), []
+        """The run `start`, or the run in that folder with the same scheme and seed."""
+        folder, runs = Path(self.start), []
         if (folder / "recipe.json").exists():
             return folder
         for path in sorted(folder.glob("*/recipe.json")):
             values = read_json(path, dict[str, Any], "name another folder")
             if values.get("task") == Masked.name:
-                found.append((values["scheme"], values["seed"], path.parent))
-        alike = [run for scheme, seed, run in found if (scheme, seed) == (recipe.scheme, recipe.seed)]
+                runs.append((values["scheme"], values["seed"], path.parent))
+        alike = [run for scheme, seed, run in runs if (scheme, seed) == (recipe.scheme, recipe.seed)]
         if len(alike) != 1:
             wanted = f"start: expected one run with the scheme {recipe.scheme} and the seed {recipe.seed} in {folder}"
-            got = ", ".join(run.name for *_, run in found) or "none"
+            got = ", ".join(run.name for *_, run in runs) or "none"
             raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
         return alike[0]
 
@@ -129,46 +124,46 @@ class Glue(Task):
         from isopos.lab.tasks.build import build_model
         from isopos.models import Classifier
 
-        return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.own.labels) or 1)
+        return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
         folder = run or self.origin(recipe)
         tokenizer = load_tokenizer(folder) if folder else Bytes()
-        found = load(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
-        return GlueSamples(self, found, tokenizer)
+        samples = load_glue(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
+        return GlueSamples(self, samples, tokenizer)
 
 
 class GlueSamples(Labelled):
-    """Rows of one task of GLUE."""
+    """Rows of a task of GLUE."""
 
     unit = "rows"
 
     def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
         self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
-        self.own, self.name, self.end = task.own, task.data or "built-in phrases", tokenizer.encode("\n")
+        self.kind, self.name, self.end = task.kind, task.data or "built-in phrases", tokenizer.encode("\n")
         self.sha256 = f"{arrays.sha256[:32]}{tokenizer.fingerprint[:32]}"
         splits, cut = [split for split in SPLITS if arrays.facts["rows"][split]], 0
-        self.splits = tuple(split for split in splits if split != "train")
+        self.exact = {"vocabulary": tokenizer.size}
         self.kept, self.sizes = {}, {}
         for split in splits:
-            lengths = arrays.lengths(split).reshape(-1, len(self.own.texts))
+            lengths = arrays.lengths(split).reshape(-1, len(self.kind.texts))
             self.kept[split] = kept = self._kept(lengths)
             self.sizes[split] = kept.sum(1) + kept.shape[1] * len(self.end)
             cut += int((kept < lengths).any(1).sum())
-        said = f", {cut} cut to {task.length} tokens" * (cut > 0)
-        said += "".join(f", {count} {what} left out" for what, count in arrays.facts["left"].items())
+        dropped = f", {cut} cut to {task.length} tokens" * (cut > 0)
+        dropped += "".join(f", {count} {what} left out" for what, count in arrays.facts["left"].items())
         usual = ""
-        if self.own.labels:
+        if self.kind.labels:
             answers = arrays["train-answers"].astype(int)
             answer = int(np.bincount(answers).argmax())
             usual = (
-                f"; without a model: always {self.own.labels[answer]} {(arrays['validation-answers'] == answer).mean():.1%}"
+                f"; without a model: always {self.kind.labels[answer]} {(arrays['validation-answers'] == answer).mean():.1%}"
             )
         counts = " + ".join(str(len(self.sizes[split])) for split in splits)
-        self.summary = f"{counts} rows ({', '.join(splits)}){said}{usual}"
+        self.summary = f"{counts} rows ({', '.join(splits)}){dropped}{usual}"
 
     def _kept(self, lengths: np.ndarray) -> np.ndarray:
-        """How many tokens of each text ``[n each]`` there is room for: of what is longer the longer text is cut."""
+        """Number of tokens of each text ``[n each]`` that are kept; in long samples the longer text is cut."""
         room = self.task.length - lengths.shape[1] * len(self.end)
         if lengths.shape[1] == 1:
             return np.minimum(lengths, room)
@@ -176,18 +171,16 @@ class GlueSamples(Labelled):
         return np.stack((first, np.minimum(lengths[:, 1], room - first)), 1)
 
     def texts(self, split: str, row: int) -> list[np.ndarray]:
-        """The tokens of each text of a sample, as far as there is room for them."""
+        """The kept tokens of each text of a sample."""
         kept = self.kept[split][row]
         return [self.arrays.sequence(split, len(kept) * row + n)[:length] for n, length in enumerate(kept)]
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        size, given = self.tokenizer.size, self.task.vocabulary
-        require("vocabulary", given, f"0, or the {size} tokens of the tokenizer", given in (0, size))
+    def infer(self, recipe: Recipe) -> Recipe:
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
             raise ValueError(
                 f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
             )
-        return super().settle(recipe.edit(vocabulary=size, subset=self.task.subset or subset_of(self.task.data)))
+        return super().infer(recipe.edit(subset=self.task.subset or subset_of(self.task.data)))
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save(folder)
@@ -201,57 +194,52 @@ class GlueSamples(Labelled):
 
         from isopos.positions import sequence
 
-        lengths = torch.from_numpy(self.sizes[split][rows])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        tokens = torch.zeros(mask.shape, dtype=torch.int64)
-        parts = [part for row in rows for text in self.texts(split, row) for part in (text, self.end)]
-        tokens[mask] = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        parts = [[part for text in self.texts(split, row) for part in (text, self.end)] for row in rows]
+        tokens, mask = padded([np.concatenate(part) for part in parts])
         answers = torch.from_numpy(self.arrays[f"{split}-answers"][rows])
-        answers = answers.long() if self.own.labels else answers.float()
+        answers = answers.long() if self.kind.labels else answers.float()
         return tokens, sequence(mask.shape[1]), mask, answers
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
 
-        if self.own.labels:
+        if self.kind.labels:
             return super().loss(model, *batch)
         *sample, scores = batch
         return F.mse_loss(model(*sample)[:, 0], scores)
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """The task's own figures, of all rows together; a model that says the same of all has a correlation of 0."""
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """The figures of the subset, of all rows together; the correlation of a constant prediction is 0."""
         import torch
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        rounds = self.rounds(view.split, self.limit if view.limit < 0 else view.limit)
-        found = [self.answers(model, recipe, view.split, rows) for rows in rounds]
-        logits, answers = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-        loss = F.cross_entropy(logits, answers) if self.own.labels else F.mse_loss(logits[:, 0], answers)
-        own = {name: _figure(name, logits, answers) for name in self.own.figures}
-        return Scored({**own, "loss": loss.item(), "rows": len(answers)})
+        outputs = [self.answers(model, recipe, view.split, rows) for rows in self.rounds(view.split, limit)]
+        logits, answers = (torch.cat(parts).cpu() for parts in zip(*outputs, strict=True))
+        loss = F.cross_entropy(logits, answers) if self.kind.labels else F.mse_loss(logits[:, 0], answers)
+        figures = {name: _figure(name, logits, answers) for name in self.kind.figures}
+        return Scored({**figures, "loss": loss.item(), "rows": len(answers)})
 
     def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
         logits, answers = self.answers(model, recipe, "validation", rows)
-        names = self.own.labels
+        names = self.kind.labels
 
-        def said(answer: float) -> str:
+        def in_words(answer: float) -> str:
             return names[int(answer)] if names else f"{answer:.2f}"
 
-        found = logits.argmax(-1).tolist() if names else logits[:, 0].tolist()
+        guesses = logits.argmax(-1).tolist() if names else logits[:, 0].tolist()
         texts = [" | ".join(self.tokenizer.decode(text.tolist()) for text in self.texts("validation", row)) for row in rows]
         return [
-            {"texts": text, "answer": said(answer), "model": said(guess)}
-            for text, answer, guess in zip(texts, answers.tolist(), found, strict=True)
+            {"texts": text, "answer": in_words(answer), "model": in_words(guess)}
+            for text, answer, guess in zip(texts, answers.tolist(), guesses, strict=True)
         ]
 
 
 def _figure(name: str, logits: "Tensor", answers: "Tensor") -> float:
-    """A figure of merit of logits ``[n classes]``, or of scores ``[n 1]``.
+    """A metric of logits ``[n classes]``, or of scores ``[n 1]``.
 
-    Matthews' correlation is Pearson's of two labels; that of torchmetrics is not 0 where a model says the same of all.
+    Matthews' correlation is computed as Pearson's correlation of binary labels: torchmetrics' is not 0 for constant
+    predictions.
     """
     from torchmetrics.functional import pearson_corrcoef, spearman_corrcoef
     from torchmetrics.functional.classification import accuracy, binary_f1_score

@@ -1,4 +1,4 @@
-"""Images by class: folders or archives of them, or digits that are drawn, from tokens on a grid or in a line."""
+"""Classification of images: folders, archives, datasets or synthetic digits, as tokens on a grid or on a line."""
 
 import base64
 import copy
@@ -12,58 +12,60 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.deprecation import renamed
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.lab.data.images import Pictures
+    from isopos.lab.data.images import ImageDataset
     from isopos.models import Vision
 
-__all__ = ["Album", "Images"]
+__all__ = ["ImageSamples", "Images"]
 
-CROP = 8  # of a side, one part that training images are moved by at most
+__getattr__ = renamed(__name__, {"Album": "isopos.lab.tasks.images.ImageSamples"})
+
+CROP = 8  # training images are shifted by at most 1 / CROP of a side
 
 
 @dataclass(frozen=True)
 class Images(Task):
-    """What a classifier of images sees, and how it makes tokens of pixels.
+    """A classifier of images, and how pixels become tokens.
 
-    Positions are the row and the column of a token, or its number row by row, as the scheme has it.
+    The scheme determines whether positions are row and column of a token, or its number.
     """
 
     data: str = ""
-    """A folder or an archive with a folder of images a class, perhaps below train, valid and test, or hf:NAME[:CONFIG]; by
-    default 10,000 digits are drawn. docs/data.md says more."""
-    height: int = 0  # Pixels; 0: as found, where all are alike. Others are scaled, and cut around their middle.
-    width: int = 0  # Pixels; 0: as found, where all are alike.
-    margin: int = 0  # Pixels around images, of the colours of their edges.
+    """A folder or an archive with one folder of images per class, perhaps below train, valid and test, or hf:NAME[:CONFIG];
+    empty: 10,000 synthetic digits. See docs/data.md."""
+    height: int = 0  # Pixels; 0: the images' own, if all are equal. Other images are scaled and cropped.
+    width: int = 0  # Pixels; 0: the images' own, if all are equal.
+    margin: int = 0  # Pixels added around images, with the colours of their edges.
     tokenizer: Literal["patches", "convolution"] = "patches"
-    """Tokens are squares side by side, as ViT's; or what a convolution and a max-pool find around them, as CCT's."""
-    patch: int = 4  # Pixels from one token to the next.
-    pooling: Literal["mean", "sequence"] = "mean"  # Of tokens; sequence: weighed by what a learned vector finds in them.
+    """Tokens are disjoint squares, as in ViT; or the outputs of a convolution and a max-pool, as in CCT."""
+    patch: int = 4  # Distance of neighbouring tokens in pixels.
+    pooling: Literal["mean", "sequence"] = "mean"  # Mean of the tokens; or a weighted mean with learned weights, as in CCT.
     augment: Literal["none", "crop", "crop-flip", "scale-flip"] = "none"
-    """Of training images, at random: move them by at most an eighth, or scale a part of them to the whole; and flip half of
-    them, left to right."""
+    """Random augmentation of training images: shift by at most an eighth, or crop and scale; and flip half of them, left to
+    right."""
     policy: Literal["none", "autoaugment", "randaugment"] = "none"
-    """Operations that change training images at random: as found for CIFAR-10, which is CCT's; or two of any, DeiT's."""
-    erasing: float = 0.0  # Probability with which noise takes the place of a part of a training image.
-    mixup: float = 0.0  # Mix pairs of training images by a share of Beta(mixup, mixup), and their classes alike; 0: none.
-    cutmix: float = 0.0  # Exchange parts of pairs, by Beta(cutmix, cutmix); beside mixup, half of the batches. 0: none.
-    repeats: int = (
-        1  # How often an epoch has a training image, each time changed otherwise; it has the fewer different ones.
-    )
-    smoothing: float = 0.0  # Of labels: the share of the loss that asks for all classes alike.
-    channels: int = 0  # Of pixels: 1 where all images are grey, or to make them so, 3 otherwise; 0: as found.
-    classes: int = 0  # 0: as many as the data has.
-    validation_rows: int = 0  # At most so many held-out images are scored; 0: all.
+    """Random operations on training images: AutoAugment's policy for CIFAR-10, as in CCT; or RandAugment, as in DeiT."""
+    erasing: float = 0.0  # Probability with which a rectangle of a training image is replaced by noise.
+    mixup: float = 0.0  # Mix pairs of training images and their classes with a share of Beta(mixup, mixup); 0: off.
+    cutmix: float = 0.0  # Exchange rectangles of pairs, by Beta(cutmix, cutmix); with mixup, in half of the batches; 0: off.
+    repeats: int = 1  # Copies of a training image per epoch, augmented differently; an epoch has fewer different images.
+    smoothing: float = 0.0  # Label smoothing: the share of the target that is uniform over classes.
+    channels: int = 0  # 1: convert images to grey; 0: 1 if all images are grey, else 3.
+    classes: int = 0  # Number of classes; 0: that of the data.
+    validation_rows: int = 0  # Largest number of held-out images that are scored; 0: all.
 
     name = "images"
     schemes = "none,sinusoidal,rope,ape-sequence,ape-grid,permuteformer-2d,horn-clipped:axes=2"
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 48, "heads": 4, "learning_rate": 5e-3})
     unit = "images"
+    counted = "images"
     limits = (
         (("height", "width", "margin"), 0, 10**5),
         ("patch", 1, 10**5),
@@ -73,13 +75,9 @@ class Images(Task):
         (("mixup", "cutmix"), 0, 10**6),
         ("repeats", 1, 10**6),
     )
-    settled = ("height", "width", "channels", "classes")
+    inferred = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
     metrics = accuracy("held-out images", "whose class is named")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "images", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return (
@@ -88,11 +86,11 @@ class Images(Task):
         )
 
     def tokens(self, height: int, width: int) -> int:
-        """Tokens of an image of so many pixels."""
+        """Number of tokens of an image."""
         return math.prod(self.sides(height, width))
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens of an image of so many pixels."""
+        """Rows and columns of tokens of an image."""
         rows, columns = (-(-(side + 2 * self.margin) // self.patch) for side in (height, width))
         return rows, columns
 
@@ -103,8 +101,7 @@ class Images(Task):
         return {"scale": 1.0, **known}  # tokens of pixels vary about as much
 
     def check(self, recipe: Recipe) -> list[str]:
-        from isopos.encodings import Permutation
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_group, repeated_positions
         from isopos.positions import Line, Product
 
         where = "on a line or on a grid of 2 axes, which images have"
@@ -131,14 +128,10 @@ class Images(Task):
                 f"got {longest}; choose a smaller one, or a larger --patch"
             )
         span = longest if scheme.group.columns == 1 else (max(self.height, self.width) + 2 * self.margin) // self.patch
-        return [
-            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {span} of an image"
-            for module in scheme.modules()
-            if isinstance(module, Permutation) and (order := module.common_order) < span
-        ]
+        return repeated_positions(recipe, scheme, span)
 
     def extent(self, view: View, axes: int) -> tuple[float, int]:
-        """The axis that grows most, at least as long as in training; of positions on a line all tokens."""
+        """The length of the axis that grows most; for positions on a line, the number of tokens."""
         trained, seen = self.sides(self.height, self.width), dict(view.own)
         now = self.sides(seen.get("height", self.height), seen.get("width", self.width))
         if axes == 1:
@@ -157,59 +150,49 @@ class Images(Task):
         options = {"tokenizer": self.tokenizer, "patch": self.patch, "pooling": self.pooling}
         return build_model(recipe, Vision, self.channels or 1, self.classes or 2, **options)
 
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Album":
-        return Album(self, self.pictures(self.height, self.width, console))
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "ImageSamples":
+        return ImageSamples(self, self.pictures(self.height, self.width, console))
 
-    def pictures(self, height: int, width: int, console: "Console | None" = None) -> "Pictures":
-        """The images in a size; 0: as found."""
+    def pictures(self, height: int, width: int, console: "Console | None" = None) -> "ImageDataset":
+        """The images in a size; 0: their own."""
         from isopos.lab.data import images
 
         if not self.data:
             return images.digits(height, width)
-        return images.read(self.data, height, width, grey=self.channels == 1, console=console)
+        return images.read_images(self.data, height, width, grey=self.channels == 1, console=console)
 
 
-class Album(Labelled):
-    """Images to train on and to score."""
+class ImageSamples(Labelled):
+    """Images for training and evaluation."""
 
     unit = "images"
-    shift = 0  # pixels by which images that are scored are moved: right, down, left or up, in turns
+    shift = 0  # pixels by which scored images are moved: right, down, left and up in turn
 
-    def __init__(self, task: Images, pictures: "Pictures"):
+    def __init__(self, task: Images, pictures: "ImageDataset"):
         self.task, self.name, self.sha256, self.limit = task, pictures.name, pictures.sha256, task.validation_rows
         self.copies = task.repeats
         self.show(pictures)
         train, validation, test = (pictures.splits[split] for split in ("train", "validation", "test"))
-        self.splits = ("validation", "test") if len(test) else ("validation",)
-        for name, count in self.found.items():
-            given = getattr(task, name)
-            require(name, given, f"0, or the {count} of {self.name}", given in (0, count))
+        self.exact = {"channels": pictures.pixels.shape[1], "classes": len(pictures.classes)}
         usual = int(np.bincount(pictures.labels[train]).argmax())
         share = (pictures.labels[validation] == usual).mean()
         height, width = pictures.pixels.shape[2:]
         self.summary = (
             f"{len(train)} + {len(validation)} + {len(test)} images of {height} x {width} pixels, "
             f"{'grey' if pictures.pixels.shape[1] == 1 else 'in colours'}, {len(pictures.classes)} classes"
-            + "".join(f", {left} left out" for left in pictures.left)
+            + "".join(f", {left} left out" for left in pictures.skipped)
             + f"; without a model: always {pictures.classes[usual]} {share:.1%}"
         )
 
-    def show(self, pictures: "Pictures") -> None:
-        """Take these images."""
+    def show(self, pictures: "ImageDataset") -> None:
+        """Replace the images by these."""
         tokens = self.task.tokens(*pictures.pixels.shape[2:])
         self.pictures = pictures
         self.sizes = {split: np.full(len(rows), tokens) for split, rows in pictures.splits.items()}
 
-    @property
-    def found(self) -> dict[str, int]:
-        """What the data tells of fields of the task."""
-        return {"channels": self.pictures.pixels.shape[1], "classes": len(self.pictures.classes)}
-
-    def settle(self, recipe: Recipe) -> Recipe:
+    def infer(self, recipe: Recipe) -> Recipe:
         height, width = self.pictures.pixels.shape[2:]
-        recipe = recipe.edit(height=height, width=width, **self.found)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        return super().infer(recipe.edit(height=height, width=width))
 
     def labels(self, split: str) -> np.ndarray:
         return self.pictures.labels[self.pictures.splits[split]]
@@ -226,14 +209,14 @@ class Album(Labelled):
         else:
             pixels = self._changed(pixels, [(recipe.seed, step, int(row)) for row in rows])
         if step is not None and (task.mixup or task.cutmix):
-            from isopos.lab.data.augment import mixed
+            from isopos.lab.data.augment import mix
 
             random = np.random.default_rng((recipe.seed, step, 0, 1))  # no row's, and the same on all ranks
-            pixels, answers = mixed(pixels, answers, len(self.pictures.classes), task.mixup, task.cutmix, random)
+            pixels, answers = mix(pixels, answers, len(self.pictures.classes), task.mixup, task.cutmix, random)
         return torch.from_numpy(pixels), torch.from_numpy(answers)
 
     def _changed(self, pixels: np.ndarray, seeds: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Images to train on, each changed by random numbers of its own, with their margin."""
+        """Augmented training images with their margin; `seeds` has one seed per image."""
         task, side = self.task, np.array(pixels.shape[2:])
         moves, flips = np.zeros((len(seeds), 2), np.int64), np.zeros(len(seeds), bool)
         if task.augment == "none" and task.policy == "none" and not task.erasing:
@@ -248,21 +231,21 @@ class Album(Labelled):
             pixels = np.stack([self._repainted(*both) for both in zip(pixels, randoms, strict=True)])
         pixels = _moved(pixels, moves, flips, task.margin)
         if task.erasing:
-            from isopos.lab.data.augment import erased
+            from isopos.lab.data.augment import erase
 
             both = zip(pixels, randoms, strict=True)
-            pixels = np.stack([erased(one, random) if random.random() < task.erasing else one for one, random in both])
+            pixels = np.stack([erase(one, random) if random.random() < task.erasing else one for one, random in both])
         return pixels
 
     def _repainted(self, pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """An image ``[c h w]`` of which a part is scaled, then changed as the policy says."""
+        """An image ``[c h w]`` after a random crop and the operations of the policy."""
         from PIL import Image
 
-        from isopos.lab.data.augment import POLICIES, scaled
+        from isopos.lab.data.augment import POLICIES, random_crop
 
         image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
         if self.task.augment == "scale-flip":
-            image = scaled(image, random)
+            image = random_crop(image, random)
         if self.task.policy != "none":
             image = POLICIES[self.task.policy](image, random)
         return np.asarray(image).reshape(*pixels.shape[1:], -1).transpose(2, 0, 1)
@@ -274,11 +257,11 @@ class Album(Labelled):
         return F.cross_entropy(model(pixels), answers, label_smoothing=self.task.smoothing)
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """As of every classifier; images in another size are read in it from their source."""
-        seen, found = copy.copy(self), self.pictures.pixels.shape[2:]
-        own = {"shift": 0, "height": int(found[0]), "width": int(found[1])} | dict(view.own)
-        seen.shift, height, width, margin = own["shift"], own["height"], own["width"], 2 * self.task.margin
-        if (height, width) != found:
+        """The scores of `Labelled`; for a view in another size, images are read again from their source."""
+        seen, size = copy.copy(self), self.pictures.pixels.shape[2:]
+        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.own)
+        seen.shift, height, width, margin = options["shift"], options["height"], options["width"], 2 * self.task.margin
+        if (height, width) != size:
             try:
                 model.tokens.sides(height + margin, width + margin)
             except ValueError as error:
@@ -287,24 +270,24 @@ class Album(Labelled):
             if most is not None and most < tokens:
                 return Scored(reason=f"height: expected at most {most} tokens, for which there are positions, got {tokens}")
             seen.show(self.task.pictures(height, width))
-        return super(Album, seen).score(model, recipe, view)
+        return super(ImageSamples, seen).score(model, recipe, view)
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(min(count, len(self.sizes["validation"])))
         logits, answers = self.answers(model, recipe, "validation", rows)
         sure, named = logits.softmax(-1).max(-1)
         images, names = self.pictures.pixels[self.pictures.splits["validation"][rows]], self.pictures.classes
-        found = zip(images, answers.tolist(), named.tolist(), sure.tolist(), strict=True)
+        rows_shown = zip(images, answers.tolist(), named.tolist(), sure.tolist(), strict=True)
         return [
             {"image": _png(pixels), "class": names[answer], "model": names[guess], "with probability": f"{share:.0%}"}
-            for pixels, answer, guess, share in found
+            for pixels, answer, guess, share in rows_shown
         ]
 
 
 def _moved(pixels: np.ndarray, moves: np.ndarray, flips: np.ndarray, margin: int) -> np.ndarray:
-    """Images ``[n c h w]`` moved down and right by so many pixels ``[n 2]``, then flipped where ``[n]`` says so.
+    """Images ``[n c h w]`` moved down and right by `moves` pixels ``[n 2]``, then flipped where `flips` ``[n]`` is True.
 
-    Edges go on beyond, into the margin, too.
+    Pixels beyond the edges, also in the margin, repeat the edge.
     """
     if not (moves.any() or flips.any() or margin):
         return pixels
@@ -317,7 +300,7 @@ def _moved(pixels: np.ndarray, moves: np.ndarray, flips: np.ndarray, margin: int
 
 
 def _png(pixels: np.ndarray) -> str:
-    """An image ``[c h w]`` as the address of a PNG that is in it."""
+    """An image ``[c h w]`` as a data URL of a PNG."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Language modelling: text as bytes, words or pieces, a decoder, bits a byte in the length of the training and beyond."""
+"""Language modelling: a decoder of bytes, words or pieces, scored by bits per byte at training length and beyond."""
 
 import math
 from dataclasses import dataclass
@@ -21,29 +21,29 @@ NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
 
 @dataclass(frozen=True)
 class TextTask(Task):
-    """What a model reads in windows of a text."""
+    """Settings of tasks that read windows of a text."""
 
     data: str = ""
-    """A file, an archive, a folder that is read in sorted order, or hf:NAME:CONFIG; empty: the Python language reference.
-    docs/data.md says more. The last tenth is held out, where names of files make no splits."""
-    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # What a token is.
-    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
-    length: int = 256  # Tokens of a training window; multiples are evaluated, too.
-    tied: bool = False  # One matrix for the vectors of tokens and the logits.
-    validation_tokens: int = 32768  # At most so many tokens of the held-out text are scored; 0: all.
+    """A file, an archive, a folder, which is read in sorted order, or hf:NAME:CONFIG; empty: the Python language reference.
+    The last tenth is held out unless names of files make splits. See docs/data.md."""
+    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # Kind of tokens.
+    vocabulary: int = 0  # Largest number of tokens; 0: that of the tokenizer.
+    length: int = 256  # Tokens of a training window; evaluation also uses multiples.
+    tied: bool = False  # Share one matrix between embedding and logits.
+    validation_tokens: int = 32768  # Largest number of held-out tokens that are scored; 0: all.
 
     unit = "tokens"
     limits = (("length", 1, 10**9), ("vocabulary", 0, 10**9), ("validation_tokens", 0, 10**15))
-    settled = ("vocabulary",)
+    inferred = ("vocabulary",)
 
     @property
     def token(self) -> str:
-        """What readers call a token."""
+        """The noun for a token."""
         return "byte" if self.tokenizer == "bytes" else "token"
 
     @property
     def tokens(self) -> str:
-        """What readers call several, with the tokenizer."""
+        """The noun for several tokens, with the tokenizer."""
         return "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
 
     def size(self, recipe: Recipe) -> int:
@@ -55,7 +55,7 @@ class TextTask(Task):
 
     @property
     def reach(self) -> int:
-        """Tokens of the longest window that is evaluated."""
+        """Length of the longest window that is evaluated."""
         return max(metric.view.multiple for metric in self.metrics) * self.length
 
     def extent(self, view: View, axes: int) -> tuple[float, int]:
@@ -64,41 +64,36 @@ class TextTask(Task):
     def check(self, recipe: Recipe) -> list[str]:
         import torch
 
-        from isopos.encodings import Permutation
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_group, repeated_positions
         from isopos.positions import Line
 
         few = 0 < self.validation_tokens < self.length
         require("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
         scheme = check_group(recipe, (Line,), "on a line, which text has")
         with torch.no_grad():
-            small = recipe.edit(vocabulary=0)  # of no consequence for the scheme
+            small = recipe.edit(vocabulary=0)  # the scheme does not depend on it
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
-        return [
-            f"{recipe.scheme}: its permutations repeat after {order} positions, fewer than the {self.reach} evaluated"
-            for module in scheme.modules()
-            if isinstance(module, Permutation) and (order := module.common_order) < self.reach
-        ]
+        return repeated_positions(recipe, scheme, self.reach)
 
     def corpus(self, console: "Console | None", run: Path | None) -> "Corpus":
-        """The text as tokens of its own tokenizer, or of that of a run."""
+        """The text as tokens of a new tokenizer, or of the tokenizer of a run."""
         from isopos.lab.data import corpora
         from isopos.lab.data.tokenizers import load_tokenizer
 
         choice: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
         if run is not None:
             choice = {"tokenizer": load_tokenizer(run)}
-        return corpora.load(self.data, self.length, **choice, console=console)
+        return corpora.load_corpus(self.data, self.length, **choice, console=console)
 
 
 @dataclass(frozen=True)
 class Language(TextTask):
-    """What a language model reads."""
+    """A language model."""
 
-    cutoffs: tuple[int, ...] = ()  # Of an adaptive softmax: the ranks where its clusters begin. None: an ordinary softmax.
+    cutoffs: tuple[int, ...] = ()  # Ranks at which the clusters of an adaptive softmax begin; empty: ordinary softmax.
     start: str = ""
-    """A run of this task: training begins with its weights and tokenizer. Its scheme may be another, as rope whose positions
-    are dropped: --scheme none:attention=softmax. Empty: with random weights."""
+    """A run of this task: training begins with its weights and tokenizer. Its scheme may be different, for instance to drop
+    the positions of rope: --scheme none:attention=softmax. Empty: random weights."""
 
     name = "language"
     schemes = "none,sinusoidal,rope,lrpe-unitary,lrpe-orthogonal,permuteformer,retnet"
@@ -125,7 +120,7 @@ class Language(TextTask):
         if self.tied and self.cutoffs:
             raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
         self.origin(recipe)
-        return super().check(recipe.edit(cutoffs=()))  # of no consequence for the scheme
+        return super().check(recipe.edit(cutoffs=()))  # the scheme does not depend on them
 
     def model(self, recipe: Recipe) -> "Decoder":
         from isopos.lab.tasks.build import build_model
@@ -134,25 +129,25 @@ class Language(TextTask):
         return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
     def origin(self, recipe: Recipe) -> Path | None:
-        from isopos.lab.tasks.build import begun
+        from isopos.lab.tasks.build import warm_start_recipe
 
         folder = Path(self.start) if self.start else None
         if folder is not None:
-            begun(folder, recipe, Language, ("cutoffs", "tied"))
+            warm_start_recipe(folder, recipe, Language, ("cutoffs", "tied"))
         return folder
 
-    def anew(self, recipe: Recipe) -> tuple[str, ...]:
-        """A scheme that is not the run's: of what it learns nothing can be kept."""
-        from isopos.lab.tasks.build import begun
+    def reinitialised(self, recipe: Recipe) -> tuple[str, ...]:
+        """The parameters of the scheme, if the run has another one."""
+        from isopos.lab.tasks.build import warm_start_recipe
 
-        return () if begun(Path(self.start), recipe, Language).scheme == recipe.scheme else ("scheme.",)
+        return () if warm_start_recipe(Path(self.start), recipe, Language).scheme == recipe.scheme else ("scheme.",)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Text":
         return Text(self, self.corpus(console, run or self.origin(recipe)))
 
 
 class Windows(Data):
-    """A corpus to train on and to score."""
+    """A corpus for training and evaluation."""
 
     def __init__(self, task: TextTask, corpus: "Corpus"):
         self.task, self.corpus = task, corpus
@@ -161,29 +156,29 @@ class Windows(Data):
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} {unit}"
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
-    def settle(self, recipe: Recipe) -> Recipe:
+    def infer(self, recipe: Recipe) -> Recipe:
         return recipe.edit(vocabulary=self.corpus.vocabulary)
 
     def save(self, folder: Path) -> None:
         self.corpus.tokenizer.save(folder)
 
     def limit(self, view: View) -> int | None:
-        """At most so many tokens of a split are scored; nothing: all."""
+        """Largest number of scored tokens; None: all."""
         return (self.task.validation_tokens if view.limit < 0 else view.limit) or None
 
 
 class Text(Windows):
-    """A corpus whose next tokens are predicted."""
+    """A corpus for predicting the next token."""
 
     task: Language
     calls = ("advance", "loss")  # by which long windows are evaluated
 
-    def settle(self, recipe: Recipe) -> Recipe:
+    def infer(self, recipe: Recipe) -> Recipe:
         import torch
 
         from isopos.models import AdaptiveHead
 
-        recipe = super().settle(recipe)
+        recipe = super().infer(recipe)
         if self.task.cutoffs:
             with torch.device("meta"):
                 AdaptiveHead(recipe.model.model_dim, self.corpus.vocabulary, self.task.cutoffs)
@@ -197,11 +192,11 @@ class Text(Windows):
         return model(tokens, targets=targets)
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        from isopos.lab.tasks.decoding import perplexity, why_not
+        from isopos.lab.tasks.decoding import perplexity, unscorable
 
         length = view.multiple * self.task.length
         scored = int(view.scored) if view.scored >= 1 else max(1, round(view.scored * length)) if view.scored else None
         limit = self.limit(view)
-        if reason := why_not(model, self.corpus, length, view.split, limit):
+        if reason := unscorable(model, self.corpus, length, view.split, limit):
             return Scored(reason=reason)
         return Scored(perplexity(model, self.corpus, length, split=view.split, scored=scored, limit=limit))

@@ -1,7 +1,6 @@
-"""ListOps: what a nested operation on lists of digits evaluates to, from a sequence of tokens or from their tree."""
+"""ListOps: the value of nested operations on lists of digits, from a sequence of tokens or from their tree."""
 
-from collections import Counter
-from collections.abc import Sequence
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -9,60 +8,57 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.data import growth
-from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, Rows, generate, nodes, read, text
-from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.data import random_expressions
+from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, generate, read_expressions, to_text, tree_nodes
+from isopos.lab.data.splits import Splits
+from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.task import Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
     from isopos.models import Classifier
-    from isopos.positions import Group
 
 __all__ = ["Expressions", "ListOps"]
 
-RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # of the built-in expressions
+RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # built-in expressions
 COUNTS = (10_000, 1000, 1000)
-HELD_OUT = 2000  # of other random expressions, at most, in each held-out split: a twelfth, as here
+HELD_OUT = 2000  # largest held-out split of other random expressions; they are a twelfth each, too
 
 
 @dataclass(frozen=True)
 class ListOps(Task):
-    """What a classifier of ListOps reads: expressions whose value is a digit, by accuracy.
+    """A classifier of expressions by their value, a digit.
 
-    Positions are those of the tokens in a line, or in the tree of the expression, as the scheme has it: an operator is a
-    node, its arguments and then its closing bracket are its children.
+    The scheme determines whether positions are those of a line or of the expression's tree: the children of an operator are
+    its arguments and its closing bracket.
     """
 
     data: str = ""
-    """A file or a folder of rows, a label, a tab and an expression: those of Nangia and Bowman or of the Long Range Arena.
-    Names with train, valid and test make the splits; by default 12,000 random expressions of at most 50 tokens."""
-    depth: int = 4  # Lists inside each other, at most, in random expressions.
-    arguments: int = 5  # Of a list in random expressions, at most.
-    shortest: int = 0  # Tokens of a random expression, at least.
-    expressions: int = 12_000  # How many are random; a twelfth, and at most 2000, for validation, and as many for the test.
-    longest: int = 0  # Tokens: longer expressions are left out; 0: none are.
-    branches: int = 0  # Of the trees, closing brackets counted; 0: as many as the data has.
-    validation_rows: int = 0  # At most so many held-out expressions are scored; 0: all.
+    """A file or a folder with rows of a label, a tab and an expression, as published by Nangia and Bowman and in the Long
+    Range Arena. Names with train, valid and test make the splits. Empty: 12,000 random expressions of at most 50 tokens."""
+    depth: int = 4  # Largest depth of nested lists in random expressions.
+    arguments: int = 5  # Largest number of arguments in random expressions.
+    shortest: int = 0  # Smallest number of tokens of a random expression.
+    expressions: int = 12_000  # Number of random expressions; a twelfth, at most 2000, each for validation and test.
+    longest: int = 0  # Largest number of tokens: longer expressions are dropped; 0: none.
+    branches: int = 0  # Largest number of children in trees, with closing brackets; 0: that of the data.
+    validation_rows: int = 0  # Largest number of held-out expressions that are scored; 0: all.
 
     name = "listops"
     schemes = "none,rope,ape-sequence,ape-tree"
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
+    counted = "expressions"
     limits = (
         (("longest", "branches", "validation_rows", "shortest"), 0, 10**9),
         ("depth", 1, 50),
         ("arguments", 2, 250),
         ("expressions", 36, 10**8),
     )
-    settled = ("longest", "branches")
+    inferred = ("longest", "branches")
     metrics = accuracy("held-out expressions", "whose value is found")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "expressions", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
@@ -76,17 +72,8 @@ class ListOps(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
-        scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which expressions have")
-        length = scheme.max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got expressions of "
-                f"{self.longest} tokens; --longest {length} leaves those out"
-            )
-        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
-            raise ValueError(
-                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
-            )
+        where = "on a line or in a tree, which expressions have"
+        check_group(recipe, (Line, Tree), where, length=self.longest, branches=self.branches)
         if self.random:
             field = next(iter(self.random))
             require(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
@@ -97,9 +84,9 @@ class ListOps(Task):
 
     @property
     def random(self) -> dict[str, int]:
-        """What random expressions have of their own, not as the built-in ones."""
-        own = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
-        return {name: value for name, value in own.items() if value != getattr(ListOps, name)}
+        """Settings of random expressions that are not those of the built-in ones."""
+        values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
+        return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
 
     def model(self, recipe: Recipe) -> "Classifier":
         from isopos.lab.tasks.build import build_model
@@ -110,79 +97,70 @@ class ListOps(Task):
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         if self.random and not self.data:
             held = min(HELD_OUT, self.expressions // 12)
-            settings = growth.Settings(self.depth, self.arguments, self.shortest, self.longest)
-            return Expressions(self, growth.prepare(0, (self.expressions - 2 * held, held, held), settings))
-        rows = read(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
-        return Expressions(self, rows.up_to(self.longest) if self.longest else rows)
+            settings = random_expressions.Settings(self.depth, self.arguments, self.shortest, self.longest)
+            return Expressions(self, random_expressions.prepare(0, (self.expressions - 2 * held, held, held), settings))
+        rows = read_expressions(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
+        if self.longest:
+            rows = rows.keep("longer", {name: some.lengths[:, 0] <= self.longest for name, some in rows.splits.items()})
+        return Expressions(self, rows)
 
 
 class Expressions(Labelled):
-    """Expressions to train on and to score."""
+    """Expressions for training and evaluation."""
 
     unit = "expressions"
 
-    def __init__(self, task: ListOps, rows: Rows):
-        self.task, self.rows, self.sha256 = task, rows.splits, rows.sha256
-        self.name = task.data or "built-in"
-        train, validation, test = self.rows.values()
-        self.splits = ("validation", "test") if len(test) else ("validation",)
-        frequent = Counter(train.answers.tolist()).most_common(1)[0][0]
-        usual, first = (
-            (validation.answers == guesses).mean() for guesses in (frequent, [_by_first(row) for row in validation])
-        )
-        left = f", {rows.long} longer ones left out" * (rows.long > 0) + f", {rows.repeated} repeated" * (rows.repeated > 0)
+    def __init__(self, task: ListOps, expressions: Splits[Expression]):
+        self.task, self.rows, self.name = task, expressions.splits, task.data or "built-in"
+        self.sha256, self.limit = self._hash(), task.validation_rows
+        counts = " + ".join(str(len(rows)) for rows in self.rows.values())
+        answers, frequent = self.labels("validation"), int(np.bincount(self.labels("train")).argmax())
+        by_first = [_by_first(row) for row in self.rows["validation"]]
         self.summary = (
-            f"{len(train)} + {len(validation)} + {len(test)} expressions{left}; without a model: always {frequent} "
-            f"{usual:.1%}, by the first operator {first:.1%}"
+            f"{counts} expressions{expressions.summary}; without a model: always {frequent} "
+            f"{(answers == frequent).mean():.1%}, by the first operator {(answers == by_first).mean():.1%}"
         )
-        self.sizes = {split: rows.lengths for split, rows in self.rows.items()}
-        self.limit = task.validation_rows
+        self.sizes = {split: rows.lengths[:, 0] for split, rows in self.rows.items()}
+        self.least = {
+            "longest": max(int(sizes.max(initial=1)) for sizes in self.sizes.values()),
+            "branches": max(int(rows.column("about")[:, 1].max(initial=1)) for rows in self.rows.values()),
+        }
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        longest = max(int(sizes.max(initial=1)) for sizes in self.sizes.values())
-        branches = max(int(rows.branches.max(initial=1)) for rows in self.rows.values())
-        task = self.task
-        require("branches", task.branches, f"at least the {branches} of the data", not 0 < task.branches < branches)
-        recipe = recipe.edit(longest=task.longest or longest, branches=task.branches or branches)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+    def _hash(self) -> str:
+        """A fingerprint of all tokens, in their order."""
+        digest = hashlib.sha256()
+        for split, rows in self.rows.items():
+            digest.update(split.encode())
+            for n, row in enumerate(rows):
+                digest.update(b"\xff" * (n > 0) + row.tokens)
+        return digest.hexdigest()
 
     def labels(self, split: str) -> np.ndarray:
-        return self.rows[split].answers
+        return self.rows[split].column("about")[:, 0]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``."""
-        from isopos.lab.tasks.build import group_of
+        import torch
 
-        return _tensors([self.rows[split][n] for n in rows], group_of(recipe))
+        from isopos.lab.tasks.build import group_of
+        from isopos.positions import Tree, sequence
+
+        samples = [self.rows[split][n] for n in rows]
+        tokens, mask = padded([np.frombuffer(sample.tokens, np.uint8) for sample in samples])
+        if isinstance(group_of(recipe), Tree):
+            positions, _ = padded([tree_nodes(sample.tokens) for sample in samples], -1)
+        else:
+            positions = sequence(mask.shape[1])
+        return tokens, positions, mask, torch.tensor([sample.answer for sample in samples])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        rows = self.rows["validation"][:count]
-        logits, _ = self.answers(model, recipe, "validation", np.arange(len(rows)))
+        rows = self.rows["validation"]
         return [
-            {"expression": text(row.tokens), "answer": row.answer, "model": answer}
-            for row, answer in zip(rows, logits.argmax(-1).tolist(), strict=True)
+            {"expression": to_text(rows[row].tokens), "answer": answer, "model": guess}
+            for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
 
 def _by_first(row: Expression) -> int:
-    """A guess that looks at the first token only: 0 of a minimum, 9 of a maximum, else in the middle."""
+    """A guess by the first token only: 0 for a minimum, 9 for a maximum, else 4."""
     return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)
-
-
-def _tensors(rows: Sequence[Expression], group: "Group") -> "tuple[Tensor, Tensor, Tensor, Tensor]":
-    """Tokens, positions, mask and answers of expressions, padded to the longest; padding has further positions, or roots."""
-    import torch
-
-    from isopos.positions import Tree, sequence
-
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    longest = int(lengths.max())
-    mask = torch.arange(longest) < lengths[:, None]
-    tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-    tokens[mask] = torch.frombuffer(bytearray(b"".join(row.tokens for row in rows)), dtype=torch.uint8).long()
-    positions = sequence(longest)
-    if isinstance(group, Tree):
-        positions = group.origin(len(rows), longest)
-        positions[mask] = torch.tensor([node for row in rows for node in nodes(row.tokens)])
-    return tokens, positions, mask, torch.tensor([row.answer for row in rows])

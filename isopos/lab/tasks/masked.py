@@ -1,8 +1,8 @@
-"""Masked language modelling: some tokens of a text are hidden, and a bidirectional model finds them in their places.
+"""Masked language modelling: a bidirectional model predicts masked tokens of a text.
 
 References:
-    BERT (Devlin et al. 2019), https://arxiv.org/abs/1810.04805: of the tokens that are chosen 80% are hidden, 10% are
-    others, 10% stay. RoBERTa (Liu et al. 2019), https://arxiv.org/abs/1907.11692: drawn anew each time that a text is seen.
+    BERT (Devlin et al. 2019), https://arxiv.org/abs/1810.04805: of the chosen tokens 80% are masked, 10% are replaced, 10%
+    stay. RoBERTa (Liu et al. 2019), https://arxiv.org/abs/1907.11692: masks are redrawn each time a text is seen.
     Should You Mask 15% in Masked Language Modeling? (Wettig et al. 2022), https://arxiv.org/abs/2202.08005: or 40%.
 """
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
     from isopos.models import Encoder
 
-__all__ = ["Masked", "MaskedText", "hide"]
+__all__ = ["Masked", "MaskedText", "mask_tokens"]
 
-HIDDEN, OTHER = 0.8, 0.1  # shares of the chosen tokens that are hidden, or others
+MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens
 
 
 @dataclass(frozen=True)
 class Masked(TextTask):
-    """What a masked language model reads: text of which a share of the tokens is to be found; LRPE's bidirectional model."""
+    """A masked language model, as LRPE's bidirectional model."""
 
-    mask_share: float = 0.15  # Of the tokens of a window, which are hidden (8 of 10), others, or as they are, and scored.
+    mask_share: float = 0.15  # Share of the tokens that are predicted; 8 of 10 of them are masked.
 
     name = "masked"
     schemes = "none,sinusoidal,rope,lrpe-orthogonal,permuteformer"
@@ -57,7 +57,7 @@ class Masked(TextTask):
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> "Encoder":
-        """An encoder, for which the mask is one more word after those of the tokenizer."""
+        """An encoder; the mask is an additional token after those of the tokenizer."""
         from isopos.lab.tasks.build import build_model
         from isopos.models import Encoder
 
@@ -68,14 +68,14 @@ class Masked(TextTask):
 
 
 class MaskedText(Windows):
-    """A corpus, a share of whose tokens is found."""
+    """A corpus for predicting masked tokens."""
 
     task: Masked
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """Tokens as they are shown ``[b t]``, places ``[b n]`` that are chosen, and the tokens ``[b n]`` that stood there.
+        """Masked tokens ``[b t]``, chosen places ``[b n]``, and the original tokens there ``[b n]``.
 
-        Every row has as many, so that the mean loss of ranks is that of the batch.
+        All rows have the same number n, so that the mean loss over ranks is that of the batch.
         """
         count = recipe.training.batch
         tokens, _ = self.corpus.batch(recipe.seed, step, count, self.task.length, rank, ranks)
@@ -90,16 +90,16 @@ class MaskedText(Windows):
         return F.cross_entropy(model(tokens, places=places).flatten(0, 1), targets.flatten())
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """Of windows side by side, whose masks are those of their numbers; a rest that fills no window is not read."""
+        """Scores of disjoint windows; the number of a window is the seed of its mask. A shorter last one is not read."""
         from torch.nn import functional as F
 
-        from isopos.lab.tasks.decoding import at_once, why_not
+        from isopos.lab.tasks.decoding import tokens_at_once, unscorable
 
         length, limit = view.multiple * self.task.length, self.limit(view)
-        if reason := why_not(model, self.corpus, length, view.split, limit):
+        if reason := unscorable(model, self.corpus, length, view.split, limit):
             return Scored(reason=reason)
         tokens = len(self.corpus.split(view.split))
-        windows, most = min(tokens, limit or tokens) // length, max(1, at_once(model, length) // length)
+        windows, most = min(tokens, limit or tokens) // length, max(1, tokens_at_once(model, length) // length)
         nats, right, count = 0.0, 0, 0
         for begin in range(0, windows, most):
             numbers = range(begin, min(begin + most, windows))
@@ -110,52 +110,54 @@ class MaskedText(Windows):
         return Scored({"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": count})
 
     def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        """Held-out windows as a model is shown them, as they are, and as it takes them to be."""
-        length, found = self.task.length, []
+        """Held-out windows with masks, the original text, and the text with predictions."""
+        length, examples = self.task.length, []
         for n in range(min(count, len(self.corpus.validation) // length)):
-            logits, _, (shown, places) = self._answers(model, "validation", length, range(n, n + 1))
-            taken = shown[0].clone()
-            taken[places[0]] = logits.argmax(-1)
+            logits, _, (masked, places) = self._answers(model, "validation", length, range(n, n + 1))
+            predicted = masked[0].clone()
+            predicted[places[0]] = logits.argmax(-1)
             text = self.corpus.validation[n * length : (n + 1) * length]
-            kinds = {"shown": shown[0], "text": text, "model": taken}
-            found.append({name: self._text(tokens.tolist()) for name, tokens in kinds.items()})
-        return found
+            kinds = {"shown": masked[0], "text": text, "model": predicted}
+            examples.append({name: self._text(tokens.tolist()) for name, tokens in kinds.items()})
+        return examples
 
     def _answers(
         self, model: Any, split: str, length: int, numbers: range
     ) -> "tuple[Tensor, Tensor, tuple[Tensor, Tensor]]":
-        """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows with their numbers, what is shown, and where."""
+        """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows by number; their masked tokens and places."""
         text, device = self.corpus.split(split), next(model.parameters()).device
         tokens = np.stack([text[n * length : (n + 1) * length] for n in numbers]).astype(np.int64)
-        shown, places, targets = (a.to(device) for a in self._hidden(tokens, ((n,) for n in numbers)))
-        return model(shown, places=places).flatten(0, 1), targets.flatten(), (shown, places)
+        masked, places, targets = (a.to(device) for a in self._hidden(tokens, ((n,) for n in numbers)))
+        return model(masked, places=places).flatten(0, 1), targets.flatten(), (masked, places)
 
     def _hidden(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":
         import torch
 
         size, share = self.corpus.vocabulary, self.task.mask_share
-        rows = (hide(row, np.random.default_rng(seed), share, size) for row, seed in zip(tokens, seeds, strict=True))
-        shown, places = (torch.from_numpy(np.stack(one)) for one in zip(*rows, strict=True))
-        return shown, places, torch.from_numpy(tokens).gather(1, places)
+        rows = (mask_tokens(row, np.random.default_rng(seed), share, size) for row, seed in zip(tokens, seeds, strict=True))
+        masked, places = (torch.from_numpy(np.stack(one)) for one in zip(*rows, strict=True))
+        return masked, places, torch.from_numpy(tokens).gather(1, places)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """With a low line for the mask."""
+        """Text with an underscore for the mask."""
         words = self.corpus.tokenizer
         return b"".join(words.piece(token) if token < words.size else b"_" for token in tokens).decode(errors="replace")
 
 
-def hide(tokens: np.ndarray, random: np.random.Generator, share: float, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens ``[t]`` as a model is shown them, and the places ``[n]`` of those that it is to find: a share, at least one.
+def mask_tokens(
+    tokens: np.ndarray, random: np.random.Generator, share: float, vocabulary: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Masked tokens ``[t]``, and the places ``[n]`` of a share of them, at least one, that a model is to predict.
 
-    Of ten eight are the mask, whose number is the size of the vocabulary, one is any word of it, and one is as it was.
+    Of ten, eight become the mask, whose number is the size of the vocabulary, one a random token, and one is unchanged.
 
     Examples:
-        >>> shown, places = hide(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
-        >>> len(places), int((shown == 256).sum()), int(((shown > 0) & (shown < 256)).sum())
+        >>> masked, places = mask_tokens(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
+        >>> len(places), int((masked == 256).sum()), int(((masked > 0) & (masked < 256)).sum())
         (400, 316, 53)
     """
     places = np.sort(random.permutation(len(tokens))[: max(1, round(share * len(tokens)))])
     draw, others = random.random(len(places)), random.integers(vocabulary, size=len(places))
-    shown = tokens.copy()
-    shown[places] = np.where(draw < HIDDEN, vocabulary, np.where(draw < HIDDEN + OTHER, others, tokens[places]))
-    return shown, places
+    masked = tokens.copy()
+    masked[places] = np.where(draw < MASKED, vocabulary, np.where(draw < MASKED + REPLACED, others, tokens[places]))
+    return masked, places

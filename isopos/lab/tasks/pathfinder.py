@@ -1,4 +1,4 @@
-"""Pathfinder: whether two dots in a picture are the ends of one dashed path, from pixels in a row or on a grid."""
+"""Pathfinder: are two dots in a picture the ends of one dashed path? From pixels on a line or on a grid."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.deprecation import renamed
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.tasks.task import Recipe, Task, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,28 +18,31 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.arrays import Arrays
 
-__all__ = ["Pathfinder", "Pictures"]
+__all__ = ["Pathfinder", "PathfinderSamples"]
+
+__getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
 GREYS = 256
 
 
 @dataclass(frozen=True)
 class Pathfinder(Task):
-    """Pictures of dashed paths, drawn after the published description: a pixel is a token.
+    """A classifier of pictures of dashed paths, drawn after the published description, with one token per pixel.
 
-    Their positions are those of the pixels in one row, or on a grid, as the scheme has it; the tokens are the same.
+    The scheme determines whether positions are those of a line or of a grid; the tokens are the same.
     """
 
-    side: int = 24  # Pixels of a picture; the Long Range Arena has 32 and 128.
-    dashes: int = 12  # Of each of the two long paths; the Arena has 14. Where there are few, classes are easily guessed.
-    distractors: int = 0  # Shorter paths, of a third as many dashes; the Arena has 5.
-    pictures: int = 6000  # A tenth of them for validation, and another for the test.
-    validation_rows: int = 0  # At most so many held-out pictures are scored; 0: all.
+    side: int = 24  # Height and width in pixels; 32 and 128 in the Long Range Arena.
+    dashes: int = 12  # Dashes of each of the two long paths; 14 in the Arena. With few dashes classes are easy to guess.
+    distractors: int = 0  # Number of shorter paths, with a third as many dashes; 5 in the Arena.
+    pictures: int = 6000  # Number of pictures; a tenth each for validation and test.
+    validation_rows: int = 0  # Largest number of held-out pictures that are scored; 0: all.
 
     name = "pathfinder"
     schemes = "none,rope,ape-sequence,ape-grid"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "pictures"
+    counted = "pictures"
     limits = (
         ("side", 8, 1024),
         ("dashes", 1, 1000),
@@ -46,10 +50,6 @@ class Pathfinder(Task):
         ("pictures", 20, 10**8),
     )
     metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "pictures", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."
@@ -72,22 +72,21 @@ class Pathfinder(Task):
 
         return build_model(recipe, Classifier, GREYS, 2)
 
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Pictures":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "PathfinderSamples":
         from isopos.lab.data import pathfinder
-        from isopos.lab.data.prepare import shown
+        from isopos.lab.data.prepare import progress_bars
 
         tenth = self.pictures // 10
         counts = (self.pictures - 2 * tenth, tenth, tenth)
-        with shown(console) as progressing:
-            found = pathfinder.prepare(0, counts, self.side, self.dashes, self.distractors, progressing)
-        return Pictures(self, found)
+        with progress_bars(console) as progressing:
+            arrays = pathfinder.prepare(0, counts, self.side, self.dashes, self.distractors, progressing)
+        return PathfinderSamples(self, arrays)
 
 
-class Pictures(Labelled):
-    """Pictures to train on and to score."""
+class PathfinderSamples(Labelled):
+    """Pictures for training and evaluation."""
 
     unit = "pictures"
-    splits = ("validation", "test")
 
     def __init__(self, task: Pathfinder, arrays: "Arrays"):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows

@@ -1,31 +1,31 @@
-"""What tasks of finite sets of samples share: the batches of an epoch, and the loss and figures of classifiers."""
+"""Tasks with finite sets of samples: batches of an epoch, and loss and figures of classifiers."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-__all__ = ["Labelled", "Samples", "accuracy"]
+__all__ = ["Labelled", "Samples", "accuracy", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
-AT_ONCE = 1 << 14  # tokens that are scored at once
-PAIRS = 1 << 21  # of tokens, that softmax attention may compare at once, a head
+AT_ONCE = 1 << 14  # largest number of tokens scored at once
+PAIRS = 1 << 21  # largest number of scores per head scored at once
 
 
 def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
-    """The figures of a classifier: its accuracy, the share of `what` that is `right`, and its cross-entropy.
+    """Metrics of a classifier: accuracy, described as the share of `what` that is `right`, and cross-entropy.
 
     Examples:
-        >>> accuracy("held-out texts", "named rightly")[0].note
-        'accuracy: share of held-out texts named rightly'
+        >>> accuracy("held-out texts", "named correctly")[0].note
+        'accuracy: share of held-out texts named correctly'
     """
     return (
         Metric("accuracy", "accuracy", "higher", ".1%", note=f"accuracy: share of {what} {right}"),
@@ -33,32 +33,74 @@ def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
     )
 
 
+def padded(sequences: Sequence[Any], fill: int = 0) -> "tuple[Tensor, Tensor]":
+    """Sequences ``[n ...]`` of different lengths as one int64 tensor ``[b t ...]``, and its mask ``[b t]``.
+
+    Examples:
+        >>> tokens, mask = padded([np.array([1, 2]), np.array([3])])
+        >>> tokens.tolist(), mask.tolist()
+        ([[1, 2], [3, 0]], [[True, True], [True, False]])
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    tensors = [torch.from_numpy(np.array(one, np.int64)) for one in sequences]
+    lengths = torch.tensor([len(one) for one in tensors])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill), mask
+
+
 class Samples(Data):
-    """A finite set of samples. What `score` yields of them is found in batches of `rounds`."""
+    """A finite set of samples, scored in batches of similar sizes."""
 
     sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
-    unit: str = "samples"  # what they are, for messages
+    unit: str = "samples"  # noun for messages
     copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
+    limit: int = 0  # held-out samples scored while training, at most; 0: all
+    exact: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or this number of the data
+    least: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or at least this number of the data
+
+    @property
+    def splits(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return tuple(split for split, sizes in self.sizes.items() if split != "train" and len(sizes))
 
     @abstractmethod
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Samples of a split as one batch.
 
-        In training they are those of a step, and may be changed at random: a function of (seed, step, row). Rows from the
-        number of samples on are copies, which are changed otherwise.
+        In training, samples of a step may be augmented: a function of (seed, step, row). Rows beyond the number of samples
+        are copies, which are augmented differently.
         """
 
-    def settle(self, recipe: Recipe) -> Recipe:
+    @abstractmethod
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """Figures of at most `limit` samples (0: all) of a view whose split exists."""
+
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+        if view.split not in self.splits:
+            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
+        return self.score_split(model, recipe, view, self.limit if view.limit < 0 else view.limit)
+
+    def infer(self, recipe: Recipe) -> Recipe:
+        for name, count in self.exact.items():
+            value = getattr(recipe.task, name)
+            require(name, value, f"0, or the {count} of the data", value in (0, count))
+        for name, count in self.least.items():
+            value = getattr(recipe.task, name)
+            require(name, value, f"0, or at least the {count} of the data", value == 0 or value >= count)
+        if changes := {**self.exact, **{name: getattr(recipe.task, name) or count for name, count in self.least.items()}}:
+            recipe = recipe.edit(**changes)
+            recipe.task.check(recipe)
         count = len(self.sizes["train"])
         if recipe.training.batch > count:
             raise ValueError(f"batch: expected at most the {count} {self.unit}, got {recipe.training.batch}")
         return recipe
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """What `tensors` makes of a rank's share of a step.
+        """The tensors of a rank's share of a step.
 
-        Every sample is drawn once an epoch, but those that are left over after its last whole batch. A batch has samples of
-        similar sizes.
+        An epoch has every sample once, except the remainder after its last whole batch. A batch has samples of similar
+        sizes.
         """
         count = recipe.training.batch
         if count % ranks or not 0 <= rank < ranks:
@@ -68,16 +110,16 @@ class Samples(Data):
         drawn = _epoch(self, recipe.seed, epoch, count)[number, rank * share : (rank + 1) * share]
         return self.tensors("train", drawn, recipe, step)
 
-    def some(self, split: str, limit: int) -> np.ndarray:
-        """So many rows of a split, 0: all of them, evenly spread, since a source may be sorted by class."""
+    def spread(self, split: str, limit: int) -> np.ndarray:
+        """At most `limit` rows of a split (0: all), evenly spread, since a source may be sorted by class."""
         count = len(self.sizes[split])
         wanted = min(limit or count, count)
         return np.arange(wanted) * count // wanted
 
     def rounds(self, split: str, limit: int) -> Iterator[np.ndarray]:
-        """The rows of `some`, the longest first, as many at once as memory surely has room for."""
+        """The rows of `spread`, the longest first, in batches that fit into memory."""
         sizes, begin = self.sizes[split], 0
-        order = self.some(split, limit)
+        order = self.spread(split, limit)
         order = order[np.argsort(-sizes[order], kind="stable")]
         while begin < len(order):
             longest = int(sizes[order[begin]])
@@ -85,11 +127,14 @@ class Samples(Data):
             yield order[begin:end]
             begin = end
 
+    def on_device(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "list[Tensor]":
+        """The tensors of samples on the device of a model."""
+        device = next(model.parameters()).device
+        return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
+
 
 class Labelled(Samples):
     """Samples with a class each: the last of their tensors, ``[b]``."""
-
-    limit: int = 0  # at most so many held-out samples are scored while training; 0: all
 
     @abstractmethod
     def labels(self, split: str) -> np.ndarray:
@@ -101,14 +146,12 @@ class Labelled(Samples):
         *sample, answers = batch
         return F.cross_entropy(model(*sample), answers)
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Accuracy, nats, and the number of samples by the name of their unit."""
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
         nats, right, count = 0.0, 0, 0
-        for rows in self.rounds(view.split, self.limit if view.limit < 0 else view.limit):
+        for rows in self.rounds(view.split, limit):
             logits, answers = self.answers(model, recipe, view.split, rows)
             nats += F.cross_entropy(logits, answers, reduction="sum").item()
             right += int((logits.argmax(-1) == answers).sum())
@@ -119,26 +162,25 @@ class Labelled(Samples):
         """The share of the most frequent class, where accuracy ranks."""
         if recipe.task.metrics[0].figure != "accuracy":
             return None
-        _, counts = np.unique(self.labels("validation")[self.some("validation", self.limit)], return_counts=True)
+        _, counts = np.unique(self.labels("validation")[self.spread("validation", self.limit)], return_counts=True)
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
-        """A model's logits ``[b classes]`` and the right answers ``[b]``, with the model in evaluation mode for the time."""
-        import torch
+        """A model's logits ``[b classes]`` in evaluation mode, and the right answers ``[b]``."""
+        *sample, answers = self.on_device(model, recipe, split, rows)
+        with evaluation(model):
+            return model(*sample), answers
 
-        device, training = next(model.parameters()).device, model.training
-        *sample, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
-        model.eval()
-        try:
-            with torch.no_grad():
-                return model(*sample), answers
-        finally:
-            model.train(training)
+    def guesses(self, model: Any, recipe: Recipe, count: int) -> list[tuple[int, int, int]]:
+        """Row, right class and the model's class of a few validation samples, evenly spread."""
+        rows = self.spread("validation", count)
+        logits, answers = self.answers(model, recipe, "validation", rows)
+        return [*zip(rows.tolist(), answers.tolist(), logits.argmax(-1).tolist(), strict=True)]
 
 
 @lru_cache(maxsize=1)
 def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Which samples are in the batches of an epoch, ``[batches count]``."""
+    """Rows of the batches of an epoch ``[batches count]``."""
     random, sizes = np.random.default_rng((seed, epoch)), data.sizes["train"]
     order = random.permutation(len(sizes))
     if data.copies > 1:
@@ -147,5 +189,5 @@ def _epoch(data: Samples, seed: int, epoch: int, count: int) -> np.ndarray:
     pool = np.arange(len(order)) // (POOL * count)
     order = order[np.lexsort((sizes[order % len(sizes)], pool))].reshape(-1, count)
     if data.copies > 1:
-        order = random.permuted(order, axis=1)  # copies are no neighbours
+        order = random.permuted(order, axis=1)  # so that copies are not neighbours
     return order[random.permutation(len(order))]

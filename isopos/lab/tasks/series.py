@@ -1,4 +1,4 @@
-"""Time series: values at future times from those before, at the times when they were measured."""
+"""Time series: forecasts of future values from past values and the times of both."""
 
 import base64
 import io
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.deprecation import renamed
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, evaluation, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,43 +20,45 @@ if TYPE_CHECKING:
     from isopos.lab.data.series import Series
     from isopos.models import Forecaster
 
-__all__ = ["Forecast", "Spans"]
+__all__ = ["Forecast", "ForecastSamples"]
+
+__getattr__ = renamed(__name__, {"Spans": "isopos.lab.tasks.series.ForecastSamples"})
 
 NOTE = "of standardised values, over the horizon"
 HOUR = 3600
-FAR = 1e15  # standard deviations: squares of more are beyond float32
-CONSTANT = 1e-12  # of its largest value: a column whose standard deviation is less holds rounding errors
-PARTS = (0.8, 0.9)  # where the rows of validation and of the test begin
+FAR = 1e15  # standard deviations; larger squares overflow float32
+CONSTANT = 1e-12  # smallest standard deviation of a column, relative to its largest value, that is not rounding
+PARTS = (0.8, 0.9)  # shares of rows at which validation and test begin
 
 
 @dataclass(frozen=True)
 class Forecast(Task):
-    """What a forecaster sees: rows before, with their values, and the times of the rows after, whose values it is to find.
+    """A forecaster: it reads `context` rows and the times of the next `horizon` rows, and predicts their values.
 
-    Times stay what they are. A clock reads day, week and absolute time, a scheme on a line the time in steps, of which one
-    is the median of the training part, or numbers of rows.
+    Times may be irregular. Positions on a clock are day, week and absolute time; positions on a line are times in units of
+    the median step of the training part, or numbers of rows.
     """
 
     data: str = ""
-    """A .csv or .tsv of times that increase and of values; by default a load and a temperature are drawn. docs/data.md says
-    more."""
-    time: str = ""  # Column of times: its name, or its number from 1 on where the first line has no names; empty: the first.
-    values: tuple[str, ...] = ()  # Columns of values, likewise; by default all others.
-    time_unit: Literal["seconds", "minutes", "hours", "days"] = "seconds"  # Of times that are numbers, since 1970.
-    positions: Literal["time", "index"] = "time"  # What schemes on a line see.
-    context: int = 168  # Rows before the forecast.
-    horizon: int = 24  # Rows to forecast.
+    """A .csv or .tsv with increasing times and values; empty: a synthetic load and temperature. See docs/data.md."""
+    time: str = ""  # Column of times: its name, or its number from 1 on if the first line has no names; empty: the first.
+    values: tuple[str, ...] = ()  # Columns of values, by name or number; empty: all others.
+    time_unit: Literal["seconds", "minutes", "hours", "days"] = "seconds"  # Unit of times that are numbers, since 1970.
+    positions: Literal["time", "index"] = "time"  # Positions of schemes on a line.
+    context: int = 168  # Number of rows before the forecast.
+    horizon: int = 24  # Number of rows to forecast.
     season: float = 24.0
-    """Hours after which the naive forecast repeats what was, at the nearest time that is known; 0: the last value."""
-    channels: int = 0  # Values of a row; 0: as many as the data has.
-    validation_rows: int = 0  # At most so many held-out forecasts are scored; 0: all.
+    """Hours after which the naive forecast repeats values, at the nearest known time; 0: it repeats the last value."""
+    channels: int = 0  # Number of values per row; 0: that of the data.
+    validation_rows: int = 0  # Largest number of held-out forecasts that are scored; 0: all.
 
     name = "series"
     schemes = "none,learned,rope,clock"
     edits = MappingProxyType({"steps": 300, "batch": 16, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "forecasts"
+    counted = "values"
     limits = ((("context", "horizon"), 1, 10**6), (("channels", "validation_rows"), 0, 10**9))
-    settled = ("channels",)
+    inferred = ("channels",)
     metrics = (
         Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),
         Metric("MSE", "mse"),
@@ -63,16 +66,12 @@ class Forecast(Task):
     )
 
     @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "values", "higher", ",.0f"),)
-
-    @property
     def loss_unit(self) -> str:
         return "squared error"
 
     @property
     def rows(self) -> int:
-        """Of a sample."""
+        """Rows of a sample."""
         return self.context + self.horizon
 
     def setting(self, recipe: Recipe) -> str:
@@ -89,7 +88,7 @@ class Forecast(Task):
 
         require("season", self.season, "hours from 0 on", 0 <= self.season < float("inf"))
         scheme = build_scheme(recipe)
-        on_clock, on_line = _seen(scheme)
+        on_clock, on_line = _kinds_of(scheme)
         if not on_clock and not on_line:
             raise ValueError(
                 f"schemes: expected positions on a line or a clock, which series have, but {recipe.scheme} takes those of a "
@@ -103,7 +102,7 @@ class Forecast(Task):
         model, rows = self.model(recipe), torch.zeros(1, self.rows, self.channels or 1)
         with torch.no_grad():
             hours = np.arange(self.rows)[None] * float(HOUR)
-            model(rows, _places(recipe, self.positions, hours, hours, 0.0, HOUR))
+            model(rows, _positions(recipe, self.positions, hours, hours, 0.0, HOUR))
         numbers = not on_clock and on_line != "real" and self.positions == "time"
         return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
 
@@ -113,22 +112,24 @@ class Forecast(Task):
 
         return build_model(recipe, Forecaster, self.channels or 1)
 
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Spans":
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "ForecastSamples":
         from isopos.lab.data import series
 
-        return Spans(self, series.read(self.data, self.time, self.values, self.time_unit) if self.data else series.drawn())
+        return ForecastSamples(
+            self,
+            series.read_series(self.data, self.time, self.values, self.time_unit) if self.data else series.example_series(),
+        )
 
 
-class Spans(Samples):
-    """Rows of a series, `context` and then `horizon` of them, to train on and to score.
+class ForecastSamples(Samples):
+    """Windows of a series for training and evaluation: `context` rows, then `horizon` rows.
 
-    The last fifth is held out, half for the test. Values are standardised by the training part. Forecasts that are scored
-    stand side by side, and what they are made from may lie in the part before, as it does when a forecast is wanted. Columns
-    that are constant in the training part, where errors have no scale, are left out.
+    The last fifth is held out, half of it for the test. Values are standardised by the training part. Scored forecasts are
+    disjoint; their context may lie in the previous part. Columns that are constant in the training part are dropped, since
+    errors in them have no scale.
     """
 
     unit = "forecasts"
-    splits = ("validation", "test")
 
     def __init__(self, task: Forecast, series: "Series"):
         self.task, self.series, self.name, self.sha256 = task, series, series.name, series.sha256
@@ -141,8 +142,7 @@ class Spans(Samples):
                 f"{task.horizon}, got {count} in {series.name}; shorten both"
             )
         self.series, constant = _varying(series, ends[0])
-        there = len(self.series.titles)
-        require("channels", task.channels, f"0, or the {there} of the data", task.channels in (0, there))
+        self.exact, self.limit = {"channels": len(self.series.titles)}, task.validation_rows
         series, train = self.series, self.series.values[: ends[0]]
         self.values = (series.values - np.nanmean(train, axis=0)) / np.nanstd(train, axis=0)
         if (far := np.argwhere(np.abs(self.values) > FAR)).size:
@@ -157,8 +157,9 @@ class Spans(Samples):
             "validation": (*ends, task.horizon),
             "test": (ends[1], count, task.horizon),
         }
-        # rows where forecasts begin
-        self.begins = {split: np.arange(low, high - task.horizon + 1, by) for split, (low, high, by) in last.items()}
+        self.begins = {  # first rows of forecasts
+            split: np.arange(low, high - task.horizon + 1, by) for split, (low, high, by) in last.items()
+        }
         self.sizes = {split: np.full(len(rows), task.rows) for split, rows in self.begins.items()}
         lacking, gaps = int(np.isnan(series.values).sum()), int((np.diff(series.seconds) > 3 * self.step).sum())
         self.summary = (
@@ -169,41 +170,34 @@ class Spans(Samples):
             + f", left out as constant: {', '.join(constant)[:200]}" * bool(constant)
         )
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        recipe = recipe.edit(channels=len(self.series.titles))
-        recipe.task.check(recipe)
-        return super().settle(recipe)
-
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Values ``[b t c]``, NaN where unknown, positions ``[t 1]`` or ``[b t c]``, and answers ``[b horizon c]``."""
         import torch
 
         chosen = self.begins[split][rows][:, None] + np.arange(-self.task.context, self.task.horizon)
         values = torch.from_numpy(self.values[chosen]).float()
-        seconds, shown = self.series.seconds[chosen], self.series.clock_seconds[chosen]
-        positions = _places(recipe, self.task.positions, seconds, shown, float(self.series.seconds[0]), self.step)
+        seconds, local = self.series.seconds[chosen], self.series.clock_seconds[chosen]
+        positions = _positions(recipe, self.task.positions, seconds, local, float(self.series.seconds[0]), self.step)
         answers = values[:, self.task.context :].clone()
         values[:, self.task.context :] = torch.nan
         return values, positions, answers
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        """The mean over forecasts of the mean squared error of those of their values that are known."""
+        """The mean over forecasts of the mean squared error of their known values."""
         values, positions, answers = batch
         known = ~answers.isnan()
         errors = model(values, positions)[:, -answers.shape[1] :] - answers.where(known, 0)
         sums = (errors.square() * known).flatten(1).sum(1)
         return (sums / known.flatten(1).sum(1).clamp_min(1)).mean()
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """Errors of standardised values, "naive", the share of them that the naive forecast has, and how many "values"."""
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        limit, found = self.task.validation_rows if view.limit < 0 else view.limit, []
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """Errors of standardised values; "naive": their ratio to the naive forecast's; and the number of "values"."""
+        parts = []
         for rows in self.rounds(view.split, limit):
             guesses, answers = self.answers(model, recipe, view.split, rows)
             errors = np.stack((guesses - answers, self.naive(self.begins[view.split][rows]) - answers))
-            found.append(errors.reshape(2, -1).T)
-        errors = np.concatenate(found)
+            parts.append(errors.reshape(2, -1).T)
+        errors = np.concatenate(parts)
         errors = errors[~np.isnan(errors).any(1)]
         if not len(errors):
             return Scored(reason=f"split: expected values in {view.split}, got none")
@@ -212,33 +206,34 @@ class Spans(Samples):
         return Scored(figures | {"values": len(errors)})
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a model in evaluation mode finds and what was, ``[n horizon c]``, of samples of a split."""
-        import torch
-
-        device = next(model.parameters()).device
-        values, positions, answers = (tensor.to(device) for tensor in self.tensors(split, rows, recipe))
-        with torch.no_grad():
-            found = model(values, positions)[:, self.task.context :]
-        return found.cpu().double().numpy(), answers.cpu().double().numpy()
+        """The forecasts of a model in evaluation mode and the true values, ``[n horizon c]``, of samples of a split."""
+        values, positions, answers = self.on_device(model, recipe, split, rows)
+        with evaluation(model):
+            forecasts = model(values, positions)[:, self.task.context :]
+        return forecasts.cpu().double().numpy(), answers.cpu().double().numpy()
 
     def naive(self, begins: np.ndarray) -> np.ndarray:
-        """What was a season ago, or several where that is not known yet, at the nearest time: ``[n horizon c]``."""
+        """The naive forecast: the values one season ago, or the fewest seasons that are known, at the nearest time.
+
+        Returns:
+            ``[n horizon c]``; NaN if no value is known.
+        """
         times, season = self.series.seconds, self.task.season * HOUR
         wanted, last = times[begins[:, None] + np.arange(self.task.horizon)], times[begins - 1][:, None]
         past = wanted - season * np.ceil((wanted - last) / season) if season else np.broadcast_to(last, wanted.shape)
-        found = np.empty((*wanted.shape, self.values.shape[1]))
+        forecast = np.empty((*wanted.shape, self.values.shape[1]))
         for channel, values in enumerate(self.values.T):
-            own = np.flatnonzero(~np.isnan(values))
-            most = np.searchsorted(own, begins)[:, None] - 1  # the last that is known before the forecast
-            after = np.searchsorted(times[own], past)
+            known = np.flatnonzero(~np.isnan(values))
+            most = np.searchsorted(known, begins)[:, None] - 1  # the last known value before the forecast
+            after = np.searchsorted(times[known], past)
             pair = np.stack((after - 1, after)).clip(0, most.clip(0))
-            nearest = np.abs(times[own][pair] - past).argmin(0)
-            guesses = values[own][np.take_along_axis(pair, nearest[None], 0)[0]]
-            found[..., channel] = np.where(most < 0, np.nan, guesses)
-        return found
+            nearest = np.abs(times[known][pair] - past).argmin(0)
+            guesses = values[known][np.take_along_axis(pair, nearest[None], 0)[0]]
+            forecast[..., channel] = np.where(most < 0, np.nan, guesses)
+        return forecast
 
     def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        rows = self.some("validation", count)
+        rows = self.spread("validation", count)
         guesses, _ = self.answers(model, recipe, "validation", rows)
         begins = self.begins["validation"][rows]
         return [
@@ -248,13 +243,13 @@ class Spans(Samples):
         ]
 
     def _drawn(self, begin: int, guess: np.ndarray, naive: np.ndarray, channel: int) -> str:
-        """A forecast beside what was and the naive one, by hours from its beginning, as the address of a PNG."""
+        """A plot of a forecast, the true values and the naive forecast, as a data URL of a PNG."""
         from matplotlib.figure import Figure
 
         figure, file, horizon = Figure(figsize=(4.5, 1.8), dpi=100, layout="constrained"), io.BytesIO(), len(guess)
-        axes, shown = figure.subplots(), slice(begin - min(self.task.context, 2 * horizon), begin + horizon)
+        axes, window = figure.subplots(), slice(begin - min(self.task.context, 2 * horizon), begin + horizon)
         hours = (self.series.seconds - self.series.seconds[begin]) / HOUR
-        axes.plot(hours[shown], self.values[shown, channel], ".-", color="0.6", markersize=3, label="was")
+        axes.plot(hours[window], self.values[window, channel], ".-", color="0.6", markersize=3, label="was")
         axes.plot(hours[begin : begin + horizon], naive, ":", color="C1", label="naive")
         axes.plot(hours[begin : begin + horizon], guess, color="C0", label="model")
         axes.legend(fontsize=6, frameon=False, loc="upper left")
@@ -264,7 +259,7 @@ class Spans(Samples):
 
 
 def _varying(series: "Series", rows: int) -> "tuple[Series, list[str]]":
-    """A series without the columns that are constant in so many rows from the first on, and the titles of these."""
+    """A series without the columns that are constant in the first rows, and the titles of these columns."""
     train = series.values[:rows]
     for title, known in zip(series.titles, (~np.isnan(train)).sum(0), strict=True):
         if known < 2:
@@ -281,8 +276,8 @@ def _varying(series: "Series", rows: int) -> "tuple[Series, list[str]]":
     return replace(series, titles=tuple(titles[True]), values=series.values[:, varies]), titles[False]
 
 
-def _seen(scheme: Any) -> tuple[bool, str]:
-    """Whether positions are a clock's; and on a line which numbers they may be, "real" or "whole", or nothing."""
+def _kinds_of(scheme: Any) -> tuple[bool, str]:
+    """Whether a scheme's positions are a clock's; and on a line the kind of numbers, "real" or "whole", else ""."""
     from isopos.biases import RelativeBias
     from isopos.embeddings import Embedding
     from isopos.positions import Line
@@ -294,20 +289,20 @@ def _seen(scheme: Any) -> tuple[bool, str]:
     return False, "real" if all(getattr(part.group, "real", False) for part in parts) else "whole"
 
 
-def _places(recipe: Recipe, kind: str, seconds: np.ndarray, shown: np.ndarray, start: float, step: float) -> "Tensor":
-    """Positions of rows at times ``[b t]``, as the scheme has them: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``.
+def _positions(recipe: Recipe, kind: str, seconds: np.ndarray, local: np.ndarray, start: float, step: float) -> "Tensor":
+    """Positions of rows at times ``[b t]`` for the scheme: ``[b t 3]`` of a clock, ``[b t 1]``, or ``[t 1]``.
 
-    The rings of a clock see what clocks of the rows show, its line the time that has passed.
+    The rings of a clock are local time; its line is elapsed time.
     """
     import torch
 
     from isopos.lab.tasks.build import scheme_of
     from isopos.positions import sequence, timestamps
 
-    on_clock, on_line = _seen(scheme_of(recipe))
+    on_clock, on_line = _kinds_of(scheme_of(recipe))
     if on_clock:
         passed = torch.from_numpy((seconds - start) / HOUR)
-        return torch.cat((timestamps(torch.from_numpy(shown))[..., :2], passed[..., None]), -1)
+        return torch.cat((timestamps(torch.from_numpy(local))[..., :2], passed[..., None]), -1)
     if on_line == "whole" or kind == "index":
         return sequence(seconds.shape[1])
     return torch.from_numpy((seconds - seconds[:, :1]) / step)[..., None]

@@ -1,15 +1,17 @@
-"""What a run is, and what it learns: the seam between tasks and the rest of the laboratory, which knows no more of them.
+"""Recipes and tasks: the interface between tasks and the rest of the laboratory.
 
-A run is a `Recipe`, a complete, frozen value that nests training, model and task. A task is two things. Its settings are a
-frozen dataclass (`Task`), part of every recipe and of the command line, which builds the model; its module is free of torch
-where it is imported. What `Task.load` makes of them (`Data`) has the samples at hand: it draws the batch of a step, computes
-the loss and scores held-out data. Another task is another file in this folder with one of each, and a line in `TASKS`; or,
-without the line, MODULE:NAME on the command line. Recipe and task know each other, so they stand in one file. Tasks and
-recipes by name are imported when they are first used. No torch here, so that help is instant.
+A run is a `Recipe`, a complete, frozen value that nests training, model and task. A task has two classes. `Task` holds its
+settings, a frozen dataclass, part of every recipe and of the command line, which builds the model. `Data`, which
+`Task.load` returns, holds the samples: it draws the batch of a step, computes the loss and scores held-out data. A new task
+is a file in this folder with one of each and a line in `TASKS`; or, without the line, MODULE:NAME on the command line.
+Recipe and task refer to each other, so they stand in one file. Tasks and recipes by name are imported when they are first
+used, and nothing here imports torch, so that help is instant.
 """
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,7 @@ __all__ = [
     "Task",
     "Training",
     "View",
+    "evaluation",
     "find",
     "require",
     "spec",
@@ -44,7 +47,7 @@ __getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
 PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
-"""Fields that say where and how a run is computed: they may change when it is resumed."""
+"""Fields that determine where and how a run is computed: they may change when it is resumed."""
 LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("steps", 1, 10**12),
@@ -56,7 +59,7 @@ LIMITS = (
     ("workers", 0, 10**4),
     ("warmup", -1, 10**12),
 )
-"""A field or several, and the least and the most that they may be."""
+"""Names of fields, their smallest and their largest value."""
 
 
 TASKS = {
@@ -73,13 +76,38 @@ TASKS = {
     "transduction": "isopos.lab.tasks.transduction:Transduction",
     "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",
 }
-"""Where each task is; imported when it is first used."""
+"""Module and class of each task; imported when it is first used."""
 
 
 def require(name: str, value: object, what: str, met: bool) -> None:
-    """Raise a ValueError where a field is not what it should be."""
+    """Raise a ValueError about a field unless its condition is met."""
     if not met:
         raise ValueError(f"{name}: expected {what}, got {value}")
+
+
+def _earlier_names(cls: type, names: Mapping[str, str]) -> None:
+    """Let a class that defines an attribute by its earlier name, or by its new one, have both."""
+    for old, new in names.items():
+        if old in vars(cls):
+            text = f"{cls.__name__}.{old} is {new} now; the old name goes in the next version"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            setattr(cls, new, vars(cls)[old])
+        elif new in vars(cls):
+            setattr(cls, old, vars(cls)[new])
+
+
+@contextmanager
+def evaluation(model: Any) -> Iterator[None]:
+    """Evaluation mode without gradients; then the mode of before."""
+    import torch
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 @dataclass(frozen=True)
@@ -87,15 +115,15 @@ class View:
     """Which held-out data is scored, and how."""
 
     split: str = "validation"  # or test
-    multiple: int = 1  # of the training length, where a task has samples of any length
-    scored: float = 0.0  # of each sample, at its end: so many of its units; below 1 a share; 0: all
-    limit: int = -1  # at most so many, in the task's unit; 0: all; -1: as in training
-    own: tuple[tuple[str, int], ...] = ()  # choices that only this task has: of images ("shift", 2)
+    multiple: int = 1  # length as a multiple of the training length, if samples may have any length
+    scored: float = 0.0  # units at the end of each sample that are scored; below 1: their share; 0: all
+    limit: int = -1  # largest number of samples or units; 0: all; -1: as in training
+    own: tuple[tuple[str, int], ...] = ()  # options of the task, such as ("shift", 2) of images
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of merit: a column of every table.
+    """A metric: a column of every table.
 
     Examples:
         >>> accuracy = Metric("accuracy", "accuracy", "higher", ".1%")
@@ -104,14 +132,14 @@ class Metric:
     """
 
     title: str  # of the column
-    figure: str  # its name among those that `Data.score` returns
+    figure: str  # its name in the result of `Data.score`
     better: Literal["lower", "higher"] = "lower"
-    style: str = ".3f"  # of values, as in format(value, style)
-    view: View = View()  # what is scored
-    note: str = ""  # what a reader must know, in a few words
+    style: str = ".3f"  # format specification of values
+    view: View = View()  # which data is scored
+    note: str = ""  # explanation for readers
 
     def rank(self, value: float) -> float:
-        """A number by which values sort, the best first."""
+        """A sort key: the best value has the smallest."""
         return value if self.better == "lower" else -value
 
     def text(self, value: float | None) -> str:
@@ -121,7 +149,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scored:
-    """Figures by name; where the scheme or the data has none for a view, no figures and the reason."""
+    """Figures by name; or no figures, and the reason why the scheme or the data has none for a view."""
 
     figures: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -132,97 +160,101 @@ class Task(ABC):
     """The settings of a task: a frozen dataclass whose fields are options of the command line, each with a default."""
 
     metrics: ClassVar[tuple[Metric, ...]]
-    """The columns of a comparison; the first ranks, decides which weights are best, and ends patience."""
-    name: ClassVar[str] = ""  # in the registry; a task of your own needs none
-    schemes: ClassVar[str] = "none,rope"  # compared by default: a comma list
-    edits: ClassVar[Mapping[str, Any]] = {}  # of the recipe of a comparison, by default: flat names
-    unit: ClassVar[str] = "samples"  # what a throughput counts
-    loss_scale: ClassVar[float] = 1.0  # of a loss in nats, where it is shown
+    """The columns of a comparison; the first one ranks, selects the best weights, and ends patience."""
+    name: ClassVar[str] = ""  # key in `TASKS`; a task of your own needs none
+    schemes: ClassVar[str] = "none,rope"  # schemes that are compared by default
+    edits: ClassVar[Mapping[str, Any]] = {}  # default changes of the recipe of a comparison, by flat names
+    unit: ClassVar[str] = "samples"  # unit of throughputs
+    counted: ClassVar[str] = ""  # the figure of `Data.score` that says how many samples were scored
+    loss_scale: ClassVar[float] = 1.0  # factor of a loss in nats for readers
     limits: ClassVar[tuple[tuple[str | tuple[str, ...], int, int], ...]] = ()
-    """A field or several, and the least and the most that they may be."""
-    settled: ClassVar[tuple[str, ...]] = ()  # fields that are found in the data where they are 0
-    views: ClassVar[tuple[str, ...]] = ("split", "limit")  # of a `View`, what can be chosen: fields, or names of its own
+    """Names of fields, their smallest and their largest value."""
+    inferred: ClassVar[tuple[str, ...]] = ()  # fields that are inferred from the data if they are 0
+    views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields and options of a `View` that can be chosen
+
+    def __init_subclass__(cls) -> None:
+        _earlier_names(cls, {"settled": "inferred", "anew": "reinitialised"})
 
     @abstractmethod
     def model(self, recipe: "Recipe") -> Any:
-        """The model, a module on the CPU, without looking at data, initialised from the recipe's seed (`build.build_model`).
+        """The model, a module on the CPU, initialised from the recipe's seed (`build.build_model`), without reading data.
 
-        It has the attributes `scheme` and, to be sharded, `blocks`.
+        It has the attribute `scheme` and, to be sharded, `blocks`.
         """
 
     @abstractmethod
     def load(self, recipe: "Recipe", console: "Console | None" = None, run: Path | None = None) -> "Data":
-        """The data, prepared: for a new run, or with what `Data.save` wrote in the folder of one.
+        """The prepared data of a new run, or of the run in a folder, with the files that `Data.save` wrote there.
 
         Raises:
-            ValueError: Where there is none, or it does not fit; the message names file, line and remedy.
+            ValueError: If there is no data, or it does not fit; the message names file, line and remedy.
         """
 
     def check(self, recipe: "Recipe") -> Sequence[str]:
-        """What a reader of the results should know before; the scheme fits the groups of positions that samples have.
+        """Check settings and scheme before any data is read; returns warnings for readers of the results.
 
         Raises:
-            ValueError: Before any data is read; the message names the first field that cannot be.
+            ValueError: The message names the first field that is wrong.
         """
         self.model(recipe)
         return ()
 
     def origin(self, recipe: "Recipe") -> Path | None:
-        """The folder of a run that has ended, with whose weights training begins, but for those of `anew`; none by default.
+        """The folder of a finished run for a warm start: its weights are the initial ones, except those of `reinitialised`.
 
         Raises:
-            ValueError: Where there is none, or its model is another.
+            ValueError: If there is no such run, or its model is different.
         """
         return None
 
-    def anew(self, recipe: "Recipe") -> tuple[str, ...]:
-        """How names of weights begin that are not those of the run of `origin`: of the head by default."""
+    def reinitialised(self, recipe: "Recipe") -> tuple[str, ...]:
+        """Prefixes of the names of weights that a warm start reinitialises: by default the head."""
         return ("head.",)
 
     @property
     def fits(self) -> Mapping[str, object]:
-        """What options of schemes follow where a user gives none, as in `isopos.schemes.build`: "length", "branches", ..."""
+        """Options of schemes that follow from samples, as in `isopos.schemes.build`: "length", "branches", ..."""
         return {}
 
     @property
     def more(self) -> tuple[Metric, ...]:
-        """What `Data.score` finds besides, for tables and evaluations."""
-        return ()
+        """Further metrics for tables and evaluations: by default the number of scored samples."""
+        return (Metric("scored", self.counted, "higher", ",.0f"),) if self.counted else ()
 
     @property
     def loss_unit(self) -> str:
-        """What a training loss is shown in."""
+        """Unit of the training loss for readers."""
         return "nats"
 
     def size(self, recipe: "Recipe") -> int:
-        """Units of a step."""
+        """Number of units in a step."""
         return recipe.training.batch
 
     def setting(self, recipe: "Recipe") -> str:
-        """What a report says of model and samples, in a sentence."""
+        """A sentence about model and samples for reports."""
         return f"{type(self).__name__}."
 
     @property
     def figures(self) -> tuple[Metric, ...]:
-        """Everything that `Data.score` finds, once."""
+        """All metrics, once per figure."""
         every = (*self.metrics, *self.more)
         return tuple(metric for n, metric in enumerate(every) if metric.figure not in [one.figure for one in every[:n]])
 
     def figure(self, name: str) -> Metric:
-        """That of `figures` with this name, or a ValueError where there is none."""
+        """The metric of `figures` with this name; ValueError if there is none."""
         known = {metric.figure: metric for metric in self.figures}
         catalog.expect("figure", name, known)
         return known[name]
 
     def extent(self, view: View, axes: int) -> tuple[float, int] | None:
-        """How many times longer than in training samples of a view are, along positions of so many axes, and how long there.
+        """The length of samples in a view relative to training, along positions with so many axes, and the training length.
 
-        None where samples have no lengths to choose.
+        None if the length cannot be chosen.
         """
         return None
 
     def check_view(self, view: View) -> None:
-        """Raise a ValueError that names the first field of a view that the samples of this task do not have."""
+        """Raise a ValueError for the first field of a view that this task does not support."""
         takes, known = ", ".join(self.views).replace("multiple", "length") or "no choice", vars(View())
         for name, value in [*vars(replace(view, own=())).items(), *view.own]:
             if value != known.get(name) and name not in self.views:
@@ -231,124 +263,119 @@ class Task(ABC):
 
 
 class Data(ABC):
-    """A task with its samples at hand. Every method is a function of its arguments: a run resumes exactly."""
+    """The samples of a task. Every method is a function of its arguments, so that runs resume exactly."""
 
     name: str  # of the source, for readers
-    sha256: str  # a fingerprint: a run goes on, and a table is filled, with the same data only
-    summary: str  # sizes in a few words
-    splits: tuple[str, ...] = ("validation",)  # held-out ones that there are
+    sha256: str  # a fingerprint: runs and tables can only be continued with the same data
+    summary: str  # sizes, for readers
+    splits: tuple[str, ...] = ("validation",)  # held-out splits that exist
     calls: ClassVar[tuple[str, ...]] = ()
-    """Methods of the model, beside its call, that `loss` and `score` use: shards of weights must know them."""
+    """Methods of the model besides its call that `loss` and `score` use, for sharded weights."""
 
-    def settle(self, recipe: "Recipe") -> "Recipe":
-        """The recipe with what only the data tells, such as the size of a vocabulary."""
+    def __init_subclass__(cls) -> None:
+        _earlier_names(cls, {"settle": "infer"})
+
+    def infer(self, recipe: "Recipe") -> "Recipe":
+        """The recipe with the fields that are inferred from the data, such as the size of the vocabulary."""
         return recipe
+
+    settle = infer
 
     @abstractmethod
     def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """A rank's share in the batch of a step: a function of (seed, step, rank). The shares together are the batch."""
+        """A rank's share of the batch of a step: a function of (seed, step, rank). All shares together are the batch."""
 
     @abstractmethod
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        """The mean loss of a batch in nats: a scalar with a graph."""
+        """The mean loss of a batch in nats: a scalar with gradients."""
 
     @abstractmethod
     def score(self, model: Any, recipe: "Recipe", view: View) -> Scored:
-        """Figures of held-out data, of a model in evaluation mode; no gradients are recorded."""
+        """Figures of a model in evaluation mode on held-out data, without gradients."""
 
     def measure(self, model: Any, recipe: "Recipe", view: View) -> Scored:
-        """`score`, which the model is put in evaluation mode for."""
-        import torch
-
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                return self.score(model, recipe, view)
-        finally:
-            model.train(training)
+        """`score` in evaluation mode; then the mode is restored."""
+        with evaluation(model):
+            return self.score(model, recipe, view)
 
     def evaluate(self, model: Any, recipe: "Recipe", metrics: Sequence[Metric]) -> dict[str, float | None]:
-        """Scores by title; None where scheme or data have none. Each view is scored once."""
-        found: dict[View, Scored] = {}
-        for metric in metrics:
-            if metric.view not in found:
-                found[metric.view] = self.measure(model, recipe, metric.view)
-        return {metric.title: found[metric.view].figures.get(metric.figure) for metric in metrics}
+        """Values of metrics by title; None if scheme or data have none. Each view is scored once."""
+        scored = {view: self.measure(model, recipe, view) for view in dict.fromkeys(metric.view for metric in metrics)}
+        return {metric.title: scored[metric.view].figures.get(metric.figure) for metric in metrics}
 
     def chance(self, recipe: "Recipe") -> tuple[float, int] | None:
-        """The first metric of an answer that looks at nothing, and of how many held-out samples; None where not known."""
+        """The first metric of a constant answer, and the number of held-out samples it is taken from; None if unknown."""
         return None
 
     def save(self, folder: Path) -> None:
-        """Write beside the weights what they need to be used again, such as a tokenizer."""
+        """Write files that the weights require, such as a tokenizer, into the folder of a run."""
         return
 
     def examples(self, model: Any, recipe: "Recipe", count: int) -> list[dict[str, Any]]:
-        """A few held-out samples with the model's answers, for the report; none by default."""
+        """A few held-out samples with the model's answers, for the report; by default none."""
         return []
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a run learns, and where it is computed."""
+    """How and where a run is trained."""
 
-    steps: int = 250  # Updates.
-    batch: int = 8  # Samples of an update, on all devices together.
+    steps: int = 250  # Number of updates.
+    batch: int = 8  # Samples per update, on all devices together.
     accumulate: int = 1  # Parts in which each device computes its share of an update, to save memory.
     optimizer: Literal["adam", "adamw"] = "adamw"
-    """Adam adds the weight decay to gradients; AdamW shrinks the weights by it."""
-    learning_rate: float = 3e-3  # At its peak, after the warm-up.
+    """Adam adds the weight decay to gradients; AdamW decouples it."""
+    learning_rate: float = 3e-3  # Peak learning rate, after the warm-up.
     schedule: Literal["cosine", "polynomial", "inverse-sqrt", "constant"] = "cosine"
-    """After the warm-up: a cosine to zero, a power of the remaining share, sqrt(warmup / step), or no change."""
-    power: float = 1.0  # Of the polynomial schedule.
+    """After the warm-up: a cosine to zero, a power of the remaining share of steps, sqrt(warmup / step), or constant."""
+    power: float = 1.0  # Exponent of the polynomial schedule.
     warmup: int = -1  # Updates of the linear warm-up; -1: a tenth of the steps.
-    beta1: float = 0.9  # Adam's average of gradients.
-    beta2: float = 0.999  # Adam's average of their squares.
-    epsilon: float = 1e-8  # Adam's, in the denominator.
-    weight_decay: float = 0.01  # A unit of learning rate.
-    clip: float = 1.0  # Largest norm of the gradient; 0: as it is.
-    precision: Literal["float32", "bfloat16"] = "float32"  # Of products; weights and optimizer stay in float32.
+    beta1: float = 0.9  # Adam's decay of the average of gradients.
+    beta2: float = 0.999  # Adam's decay of the average of squared gradients.
+    epsilon: float = 1e-8  # Adam's epsilon in the denominator.
+    weight_decay: float = 0.01  # Weight decay per unit of learning rate.
+    clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
+    precision: Literal["float32", "bfloat16"] = "float32"  # Precision of products; weights and optimizer have float32.
     validate_every: int = 0
-    """Updates between validations while training, of which the best gives the weights; 0: only at the end, of the last."""
-    patience: int = 0  # Stop after so many validations in a row without a better one; 0: never.
+    """Updates between validations, of which the best one selects the weights; 0: validate only the last weights."""
+    patience: int = 0  # Stop after this number of validations without improvement; 0: never.
     save_every: int = 20  # Updates between checkpoints; 0: none.
-    logger: Literal["none", "csv", "tensorboard"] = "none"  # What to write beside metrics.jsonl.
-    workers: int = 0  # Processes that prepare batches, a device.
+    logger: Literal["none", "csv", "tensorboard"] = "none"  # Logger in addition to metrics.jsonl.
+    workers: int = 0  # Processes per device that prepare batches.
     device: str = "cpu"  # cpu, cuda, or auto, which takes a GPU if there is one.
-    devices: int = 1  # Devices of each machine.
-    nodes: int = 1  # Machines, which share the file system of the run's folder.
-    strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: copies of the weights, or shares of them.
+    devices: int = 1  # Number of devices of each machine.
+    nodes: int = 1  # Number of machines, which share the file system of the run's folder.
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: replicated or sharded weights.
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model, whatever it reads."""
+    """The sizes of a model."""
 
-    layers: int = 3  # Blocks.
-    model_dim: int = 96  # Width.
-    heads: int = 4  # Heads of its attention.
-    hidden_dim: int = 0  # Width inside the feed-forward; 0: four times that of the model.
-    activation: Literal["relu", "gelu"] = "relu"  # Inside the feed-forward.
-    norm: Literal["layer", "batch"] = "layer"  # Of the features of a token, or of a feature over the tokens of a batch.
-    dropout: float = 0.0  # Probability.
-    attention_dropout: float = 0.0  # Probability, of weights of softmax attention; linear attention forms none.
+    layers: int = 3  # Number of blocks.
+    model_dim: int = 96  # Width of the model.
+    heads: int = 4  # Number of attention heads.
+    hidden_dim: int = 0  # Width of the feed-forward layers; 0: four times the width of the model.
+    activation: Literal["relu", "gelu"] = "relu"  # Activation of the feed-forward layers.
+    norm: Literal["layer", "batch"] = "layer"  # Normalise features of a token, or each feature over the batch.
+    dropout: float = 0.0  # Dropout probability.
+    attention_dropout: float = 0.0  # Dropout probability of the weights of softmax attention.
     stochastic_depth: float = 0.0
-    """Probability with which a sample is spared the last block in training; of those before it falls to 0 in equal steps."""
+    """Probability with which a sample skips the last block in training; linear in depth, 0 for the first block."""
     recompute: bool = False
-    """Gradient checkpointing: compute each block a second time in the backward pass instead of keeping what is in it."""
+    """Gradient checkpointing: recompute each block in the backward pass instead of storing its activations."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: the model of a task, trained with one scheme. Saved as recipe.json beside its weights.
+    """One run: the model of a task, trained with one scheme. Saved as recipe.json beside the weights.
 
-    On the command line, in files and in tables its fields and those of its parts have one flat name each.
+    On the command line, in files and in tables, each field has one flat name, also those of nested parts.
     """
 
     scheme: str = "rope"
-    """Name, then options: rope:decay=retnet,denominator=plain. Or a pattern of layers, which repeats: rope*3+none."""
-    seed: int = 0  # Of the initial weights, the batches and dropout.
+    """Name and options: rope:decay=retnet,denominator=plain. Or a repeated pattern of layers: rope*3+none."""
+    seed: int = 0  # Seed of initial weights, batches and dropout.
     training: Training = Training()
     model: Model = Model()
     task: Task = field(default_factory=lambda: find("language")())
@@ -363,19 +390,19 @@ class Recipe:
         return ("scheme", "seed", *(one.name for part in parts for one in fields(part)))
 
     def check_names(self, others: Iterable[str]) -> None:
-        """Raise a ValueError where a field has the name of another, or of one of these, such as options of a command."""
+        """Raise a ValueError if two fields have one name, or a field has one of these names (options of a command)."""
         names = [*self.names, *others]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values by flat names, and under "task" what `find` finds its task by."""
-        own = {"task": spec(self.task), "scheme": self.scheme, "seed": self.seed}
-        return own | asdict(self.task) | asdict(self.model) | asdict(self.training)
+        """Plain values by flat names; "task" is the name for `find`."""
+        flat = {"task": spec(self.task), "scheme": self.scheme, "seed": self.seed}
+        return flat | asdict(self.task) | asdict(self.model) | asdict(self.training)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Recipe":
-        """The inverse of `as_dict`, also after JSON; what is missing takes its default, and the task is language.
+        """The inverse of `as_dict`, also after JSON. Missing fields have their defaults; the default task is language.
 
         Examples:
             >>> Recipe.from_dict({"steps": 10, "cutoffs": [100, 200]}).task.cutoffs
@@ -387,7 +414,7 @@ class Recipe:
         return cls(task=find(flat.pop("task"))()).edit(**flat)
 
     def edit(self, **changes: Any) -> "Recipe":
-        """The recipe with changes of fields by flat names, or a ValueError where there is no such field.
+        """The recipe with changed fields, by flat names; ValueError if a field does not exist.
 
         Examples:
             >>> recipe = Recipe().edit(seed=1, steps=10, length=64)
@@ -406,20 +433,22 @@ class Recipe:
         def edited(part: Any) -> Any:
             return replace(part, **{one.name: plain[one.name] for one in fields(part) if one.name in plain})
 
-        own = {name: plain[name] for name in ("scheme", "seed") if name in plain}
+        top = {name: plain[name] for name in ("scheme", "seed") if name in plain}
         parts = {"training": edited(self.training), "model": edited(self.model), "task": edited(self.task)}
-        return replace(self, **own, **parts)
+        return replace(self, **top, **parts)
 
-    def settled_as(self, before: "Recipe") -> "Recipe":
-        """With what the data told another recipe, where this one leaves it open."""
+    def with_inferred(self, before: "Recipe") -> "Recipe":
+        """The recipe with inferred fields of another recipe where its own are 0."""
         then, now = before.as_dict(), self.as_dict()
-        return self.edit(**{name: then[name] for name in self.task.settled if not now[name] and name in then})
+        return self.edit(**{name: then[name] for name in self.task.inferred if not now[name] and name in then})
+
+    settled_as = with_inferred
 
     def check(self) -> None:
-        """Raise a ValueError that names the first field whose number cannot be."""
+        """Raise a ValueError for the first field whose number is out of range."""
         t, m, values = self.training, self.model, self.as_dict()
         for names, least, most in (*LIMITS, *self.task.limits):
-            for name in names.split() if isinstance(names, str) else names:  # with spaces between several, before
+            for name in names.split() if isinstance(names, str) else names:  # earlier versions separate names by spaces
                 require(name, values[name], f"a number from {least:,} to {most:,}", least <= values[name] <= most)
         for name in ("learning_rate", "epsilon", "power"):
             require(name, values[name], "a positive number", 0 < values[name] < float("inf"))
@@ -438,14 +467,14 @@ class Recipe:
 
 @cache
 def _kinds(part: type) -> dict[str, Any]:
-    """What the fields of a part are, in a file: types of a task's own are not looked into."""
+    """Types of the fields of a part in files; types that a task defines are not checked."""
     plain = (int, float, str, bool)
     hints = get_type_hints(part)
     return {one.name: hint for one in fields(part) if not isinstance(hint := hints[one.name], type) or hint in plain}
 
 
 def find(name: str) -> type[Task]:
-    """The task of a name of `TASKS`, or of MODULE:NAME; or a ValueError where there is none.
+    """The class of a task by its name in `TASKS` or as MODULE:NAME; ValueError if there is none.
 
     Examples:
         >>> find("language")().unit
@@ -454,18 +483,18 @@ def find(name: str) -> type[Task]:
     module, _, attribute = TASKS.get(name, name).partition(":")
     if not attribute:
         catalog.expect("task", name, (*TASKS, "MODULE:NAME"))
-    found = getattr(catalog.own_module(module, "task"), attribute, None)
-    if not isinstance(found, type) or not issubclass(found, Task):
-        raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {found!r}")
-    return found
+    kind = getattr(catalog.own_module(module, "task"), attribute, None)
+    if not isinstance(kind, type) or not issubclass(kind, Task):
+        raise ValueError(f"task: expected {name} to be a subclass of isopos.lab.tasks.task.Task, got {kind!r}")
+    return kind
 
 
 def spec(task: Task) -> str:
-    """What `find` finds it by.
+    """The name by which `find` finds a task.
 
     Examples:
         >>> spec(find("language")())
         'language'
     """
     kind = type(task)
-    return kind.name if TASKS.get(kind.name) == (own := f"{kind.__module__}:{kind.__qualname__}") else own
+    return kind.name if TASKS.get(kind.name) == (name := f"{kind.__module__}:{kind.__qualname__}") else name

@@ -1,4 +1,4 @@
-"""Classes of texts, or of pairs of texts: of a table, or of a folder a class, as film reviews that are for or against."""
+"""Classification of texts or pairs of texts, read from tables or from one folder per class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.labelled import alike
-from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Metric, Recipe, Task, require
+from isopos.lab.data.labelled import similar_classes
+from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.task import Recipe, Task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,38 +21,35 @@ if TYPE_CHECKING:
 __all__ = ["LabelledTexts", "TextClasses"]
 
 SHOWN = 300  # characters of a text in a report
-SPECIAL = 2  # tokens beyond those of the tokenizer: what stands between two texts, and what stands for a whole one
+SPECIAL = 2  # tokens after those of the tokenizer: the separator of two texts, and the class token
 
 
 @dataclass(frozen=True)
 class TextClasses(Task):
-    """What a classifier of texts reads."""
+    """A classifier of texts."""
 
     data: str = ""
-    """A .csv, .tsv or .jsonl, a folder or an archive of them, one with a folder a class (as aclImdb's), or hf:NAME; empty:
-    passages with brackets that are turned, or not. Names with train, valid and test make the splits, or else a hash does."""
-    column: str = "text"  # Of the text: its name, or its number from 1 on in a table without names.
-    pair: str = ""  # Of a second text, where two are compared.
-    label: str = "label"  # Of the class.
-    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # What a token is.
-    vocabulary: int = 0  # Tokens; 0: as many as the tokenizer has.
-    classes: int = 0  # Different labels; 0: as many as the data has.
-    longest: int = 512  # Tokens of a sample, or of each of two towers: the rest of a longer text is cut off, and counted.
-    pairs: Literal["joined", "towers"] = "joined"  # Two texts in one sequence, or each by itself, with the same weights.
-    pooling: Literal["mean", "first"] = "mean"  # What names the class: all tokens, or one for it ahead of them.
-    validation_rows: int = 0  # At most so many held-out samples are scored; 0: all.
+    """A .csv, .tsv or .jsonl, a folder or an archive of them, or with one folder per class (as aclImdb), or hf:NAME; empty:
+    passages with turned brackets. Names with train, valid and test make the splits, otherwise a hash of the text."""
+    column: str = "text"  # Column of the text: its name, or its number from 1 on in a table without names.
+    pair: str = ""  # Column of a second text, to classify pairs.
+    label: str = "label"  # Column of the class.
+    tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # Kind of tokens.
+    vocabulary: int = 0  # Largest number of tokens; 0: that of the tokenizer.
+    classes: int = 0  # Number of classes; 0: that of the data.
+    longest: int = 512  # Largest number of tokens of a sample, or of each of two towers; longer texts are cut.
+    pairs: Literal["joined", "towers"] = "joined"  # Two texts as one sequence, or as two with the same weights.
+    pooling: Literal["mean", "first"] = "mean"  # Classify the mean of all tokens, or an additional first token.
+    validation_rows: int = 0  # Largest number of held-out samples that are scored; 0: all.
 
     name = "text"
     schemes = "none,sinusoidal,rope,ape-sequence"
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "texts"
+    counted = "texts"
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
-    settled = ("vocabulary", "classes")
+    inferred = ("vocabulary", "classes")
     metrics = accuracy("held-out texts", "whose class is found")
-
-    @property
-    def more(self) -> tuple[Metric, ...]:
-        return (Metric("scored", "texts", "higher", ",.0f"),)
 
     def setting(self, recipe: Recipe) -> str:
         tokens = "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
@@ -69,12 +66,7 @@ class TextClasses(Task):
 
         if self.pairs == "towers" and not self.pair:
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
-        length = check_group(recipe, (Line,), "on a line, which text has").max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} cuts texts there"
-            )
+        check_group(recipe, (Line,), "on a line, which text has", length=self.longest, remedy="cuts texts there")
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
@@ -92,11 +84,11 @@ class TextClasses(Task):
         if run is not None:
             choice = {"tokenizer": load_tokenizer(run)}
         columns = (self.column, self.pair) if self.pair else (self.column,)
-        return LabelledTexts(self, texts.load(self.data, columns, self.label, **choice, console=console))
+        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **choice, console=console))
 
 
 class LabelledTexts(Labelled):
-    """Texts to train on and to score."""
+    """Texts for training and evaluation."""
 
     unit = "texts"
 
@@ -106,7 +98,7 @@ class LabelledTexts(Labelled):
         every = {split: texts.lengths(split) for split in ("train", "validation", "test")}
         self.kept = kept = {split: self._kept(lengths) for split, lengths in every.items()}
         self.sizes = {split: self._size(lengths) for split, lengths in kept.items()}
-        self.splits = ("validation", "test") if len(self.sizes["test"]) else ("validation",)
+        self.exact = {"classes": len(texts.classes)}
         cut = sum(int((kept[split] < every[split]).any(-1).sum()) for split in every)
         counts = " + ".join(str(len(sizes)) for sizes in self.sizes.values())
         left = "".join(f", {file} left out, which has no labels" for file in texts.arrays.facts["left"])
@@ -114,11 +106,11 @@ class LabelledTexts(Labelled):
         self.summary = (
             f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}; without a "
             f"model: at most {usual.max() / usual.sum():.1%}, of {texts.classes[int(usual.argmax())]}"
-            + (f"; {same}" if (same := alike(texts.classes)) else "")
+            + (f"; {same}" if (same := similar_classes(texts.classes)) else "")
         )
 
     def _kept(self, lengths: np.ndarray) -> np.ndarray:
-        """How many tokens of each text ``[samples each]`` are read."""
+        """Number of tokens of each text ``[samples each]`` that are kept."""
         t = self.task
         room = t.longest - (t.pooling == "first") - (lengths.shape[1] == 2 and t.pairs == "joined")
         if lengths.shape[1] == 1 or t.pairs == "towers":
@@ -127,60 +119,49 @@ class LabelledTexts(Labelled):
         return np.minimum(lengths, half)
 
     def _size(self, kept: np.ndarray) -> np.ndarray:
-        """Tokens of each sample; of towers, those of the longer text."""
+        """Number of tokens of each sample; for towers, of the longer text."""
         t = self.task
         joined = kept.sum(-1) + kept.shape[1] - 1 if t.pairs == "joined" else kept.max(-1)
         return joined + (t.pooling == "first")
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        found, task = len(self.texts.classes), self.task
-        require("classes", task.classes, f"the {found} of the data, or 0 for those", task.classes in (0, found))
-        recipe = recipe.edit(vocabulary=self.texts.tokenizer.size, classes=found)
-        return super().settle(recipe)
+    def infer(self, recipe: Recipe) -> Recipe:
+        return super().infer(recipe.edit(vocabulary=self.texts.tokenizer.size))
 
     def labels(self, split: str) -> np.ndarray:
         return self.texts.labels(split)
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, or ``[b 2 t]`` of towers, positions ``[t 1]``, mask like tokens, and classes ``[b]``."""
+        """Tokens ``[b t]``, or ``[b 2 t]`` for towers, positions ``[t 1]``, a mask like tokens, and classes ``[b]``."""
         import torch
 
         from isopos.positions import sequence
 
-        samples = self._sequences(split, rows)
-        longest = max(map(len, samples))
-        tokens, mask = np.zeros((len(samples), longest), np.int64), np.zeros((len(samples), longest), bool)
-        for n, sample in enumerate(samples):
-            tokens[n, : len(sample)], mask[n, : len(sample)] = sample, True
-        labels = torch.from_numpy(self.texts.labels(split)[rows])
-        both = (torch.from_numpy(tokens), torch.from_numpy(mask))
+        tokens, mask = padded(self._sequences(split, rows))
         if self.task.pairs == "towers":
-            both = tuple(one.unflatten(0, (-1, 2)) for one in both)
-        return both[0], sequence(longest), both[1], labels
+            tokens, mask = tokens.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))
+        return tokens, sequence(tokens.shape[-1]), mask, torch.from_numpy(self.texts.labels(split)[rows])
 
     def _sequences(self, split: str, rows: np.ndarray) -> list[np.ndarray]:
-        """The tokens that a model reads of each sample, or one after the other of the two texts of each."""
+        """The tokens of each sample; for towers, of both texts of each sample in turn."""
         texts, task, between = self.texts, self.task, self.texts.tokenizer.size
         start = [between + 1] * (task.pooling == "first")
-        found = []
+        sequences = []
         for row, kept in zip(rows, self.kept[split][rows], strict=True):
-            own = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
-            if len(own) == 2 and task.pairs == "joined":
-                own = [np.concatenate([own[0], [between], own[1]])]
-            found += [np.concatenate([start, one]).astype(np.int64) for one in own]
-        return found
+            sample = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
+            if len(sample) == 2 and task.pairs == "joined":
+                sample = [np.concatenate([sample[0], [between], sample[1]])]
+            sequences += [np.concatenate([start, one]) for one in sample]
+        return sequences
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         texts = self.texts
-        rows = self.some("validation", count)
-        logits, answers = self.answers(model, recipe, "validation", rows)
         return [
             {
                 **{name: self._shown(texts.each * row + n) for n, name in enumerate(("text", "second text")[: texts.each])},
                 "class": texts.classes[answer],
-                "model": texts.classes[found],
+                "model": texts.classes[guess],
             }
-            for row, answer, found in zip(rows, answers.tolist(), logits.argmax(-1).tolist(), strict=True)
+            for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
     def _shown(self, n: int) -> str:

@@ -1,4 +1,4 @@
-"""Sequences into sequences: copied, reversed and repeated symbols, and texts into their translations."""
+"""Sequence to sequence: copying, reversing and repeating symbols, and translating texts."""
 
 import hashlib
 import math
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.pairs import Pairs, Stored, load_texts, sequences
+from isopos.lab.data.pairs import load_pairs, sequences
+from isopos.lab.data.splits import Splits, Stored
 from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
-from isopos.lab.tasks.samples import Samples
+from isopos.lab.tasks.samples import Samples, padded
 from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
 
 if TYPE_CHECKING:
@@ -35,16 +36,16 @@ EXACT = Metric("exact", "exact", "higher", ".1%", note="exact: share of targets 
 
 @dataclass(frozen=True)
 class Transducing(Task):
-    """What an encoder-decoder reads: sources and their targets, from files or made from a seed of their own."""
+    """Settings of encoder-decoders: pairs of sources and targets, from files or random."""
 
     data: str = ""
-    samples: int = 4000  # Pairs to train with, where they are made.
-    held_out: int = 500  # Pairs of validation, and as many of the test, where they are made.
-    data_seed: int = 0  # Of the pairs that are made: seeds of weights leave them as they are.
-    longest: int = 0  # Tokens of a source or a target: longer pairs are left out; 0: none are.
-    tied: bool = True  # One matrix for the vectors of sources and targets, and the logits.
-    validation_rows: int = 0  # At most so many held-out pairs are scored; 0: all.
-    decoded: int = 200  # At most so many of them are decoded freely; 0: all.
+    samples: int = 4000  # Number of random training pairs.
+    held_out: int = 500  # Number of random pairs of validation, and of test.
+    data_seed: int = 0  # Seed of random pairs, independent of the seed of weights.
+    longest: int = 0  # Largest number of tokens of a source or a target: longer pairs are dropped; 0: none.
+    tied: bool = True  # Share one matrix between the embeddings of sources and targets and the logits.
+    validation_rows: int = 0  # Largest number of held-out pairs that are scored; 0: all.
+    decoded: int = 200  # Largest number of these that are decoded greedily; 0: all.
 
     unit = "pairs"
     limits = (
@@ -52,7 +53,7 @@ class Transducing(Task):
         ("data_seed", 0, 2**63 - 1),
         (("longest", "validation_rows", "decoded"), 0, 10**9),
     )
-    settled = ("longest",)
+    inferred = ("longest",)
     metrics = (PERPLEXITY, TOKENS, EXACT)
 
     @property
@@ -62,17 +63,36 @@ class Transducing(Task):
 
 
 class Transduced(Samples):
-    """Pairs to train on and to score: teacher-forced, and decoded freely."""
+    """Pairs for training and evaluation: teacher-forced, and decoded greedily.
+
+    Args:
+        task: The settings.
+        pairs: Sources and targets; pairs with a side of more than `task.longest` tokens are dropped.
+        longer: What the summary calls these.
+    """
 
     unit = "pairs"
     calls = ("greedy",)
-    limit: int  # at most so many held-out pairs are scored while training; 0: all
-    free: int  # at most so many of them are decoded freely; 0: all
-    start: int  # the token that every target is decoded from
+    start: int  # the first input token of the decoder
+
+    def __init__(self, task: Transducing, pairs: Splits[Any], longer: str):
+        self.limit, self.decoded = task.validation_rows, task.decoded
+        lengths = {split: self.lengths(rows) for split, rows in pairs.splits.items()}
+        if task.longest:
+            short = {split: (sides <= task.longest).all(1) for split, sides in lengths.items()}
+            pairs, lengths = pairs.keep(longer, short), {split: sides[short[split]] for split, sides in lengths.items()}
+        self.pairs, self.dropped = pairs.splits, pairs.summary
+        self.sizes = {split: sides.sum(1) for split, sides in lengths.items()}
+        self.longest = int(max(sides.max(initial=1) for sides in lengths.values()))
+        self.least = {"longest": self.longest}
+
+    @abstractmethod
+    def lengths(self, pairs: Sequence[Any]) -> np.ndarray:
+        """Tokens of the sources and of the targets that a model is given ``[n 2]``."""
 
     @abstractmethod
     def follow(self, recipe: Recipe) -> "Follow":
-        """Where the tokens of decoded targets stand; see `Seq2Seq.greedy`."""
+        """Positions of the tokens of decoded targets; see `Seq2Seq.greedy`."""
 
     @abstractmethod
     def ended(self, tokens: np.ndarray) -> np.ndarray:
@@ -87,51 +107,49 @@ class Transduced(Samples):
         """A decoded target as text."""
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """How many tokens a decoded target may have: those that are right have no more."""
+        """Largest number of tokens of a decoded target: by default that of the right answers."""
         return answers.shape[1]
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        """The mean of a pair's tokens, and of pairs: so shares of a batch weigh the same, whatever their lengths."""
+        """The mean over pairs of the mean over tokens, so that ranks' shares of a batch have equal weight."""
         from torch.nn import functional as F
 
         *sample, answers = batch
         nats = F.cross_entropy(model(*sample).flatten(0, 1), answers.flatten(), ignore_index=-1, reduction="none")
         return (nats.view_as(answers).sum(1) / (answers >= 0).sum(1)).mean()
 
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """Perplexity, nats and accuracy of targets' tokens, the share of targets that are decoded whole, and the counts."""
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        """Perplexity, nats and accuracy of the tokens of targets, the share of exactly decoded targets, and the counts."""
         from torch.nn import functional as F
 
-        if view.split not in self.splits:
-            return Scored(reason=f"split: expected one of {', '.join(self.splits)}, got {view.split!r}")
-        limit, free = (self.limit, self.free) if view.limit < 0 else (view.limit,) * 2
+        most = self.decoded if view.limit < 0 else view.limit
         nats, right, tokens, pairs = 0.0, 0, 0, 0
         for rows in self.rounds(view.split, limit):
-            *sample, answers = self._on(model, recipe, view.split, rows)
-            logits, own = model(*sample), answers >= 0
-            nats += F.cross_entropy(logits[own], answers[own], reduction="sum").item()
-            right += int((logits.argmax(-1) == answers)[own].sum())
-            tokens, pairs = tokens + int(own.sum()), pairs + len(rows)
+            *sample, answers = self.on_device(model, recipe, view.split, rows)
+            logits, real = model(*sample), answers >= 0
+            nats += F.cross_entropy(logits[real], answers[real], reduction="sum").item()
+            right += int((logits.argmax(-1) == answers)[real].sum())
+            tokens, pairs = tokens + int(real.sum()), pairs + len(rows)
         nats /= tokens
         perplexity = math.exp(nats) if nats < 700 else math.inf
-        found = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
+        figures = {"perplexity": perplexity, "nats": nats, "accuracy": right / tokens, "pairs": pairs}
         decoded = [
             one
-            for rows in self.rounds(view.split, min(free or pairs, pairs))
+            for rows in self.rounds(view.split, min(most or pairs, pairs))
             for one in self.freely(model, recipe, view.split, rows)
         ]
-        return Scored(found | self.of_decoded(decoded) | {"decoded": len(decoded)})
+        return Scored(figures | self.of_decoded(decoded) | {"decoded": len(decoded)})
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """Figures of right and of decoded targets."""
+        """Figures of pairs of right and decoded targets."""
         return {"exact": sum(np.array_equal(*pair) for pair in decoded) / len(decoded)}
 
     def freely(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """The right and the decoded target of each row."""
-        source, _, positions, _, mask, answers = self._on(model, recipe, split, rows)
+        source, _, positions, _, mask, answers = self.on_device(model, recipe, split, rows)
         tokens = model.greedy(source, self.start, self.most(source, answers), self.follow(recipe), positions, mask)
         pairs = zip(answers.cpu().numpy(), tokens.cpu().numpy(), strict=True)
-        return [(right[right >= 0], self.ended(found)) for right, found in pairs]
+        return [(right[right >= 0], self.ended(output)) for right, output in pairs]
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
@@ -139,30 +157,34 @@ class Transduced(Samples):
         shown = [self.shown("validation", row) for row in rows]
         titles = ("source", "target", "model")
         return [
-            dict(zip(titles, (*sides, self.text(found)), strict=True))
-            for sides, (_, found) in zip(shown, decoded, strict=True)
+            dict(zip(titles, (*sides, self.text(output)), strict=True))
+            for sides, (_, output) in zip(shown, decoded, strict=True)
         ]
 
-    def _on(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "list[Tensor]":
-        """A batch on the model's device."""
-        device = next(model.parameters()).device
-        return [tensor.to(device) for tensor in self.tensors(split, rows, recipe)]
+    def batched(self, sources: Sequence[Any], targets: Sequence[Any]) -> "tuple[Tensor, Tensor, Tensor, Tensor]":
+        """Sources ``[b s]`` and their mask ``[b s]``, inputs of the decoder and answers ``[b t]``, -1 beyond the end."""
+        import torch
+
+        source, mask = padded(sources)
+        answers, _ = padded(targets, -1)
+        inputs = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
+        return source, mask, inputs, answers
 
 
 @dataclass(frozen=True)
 class Transduction(Transducing):
-    """What an encoder-decoder of sequences learns: to copy, to reverse, to repeat, or to translate."""
+    """An encoder-decoder that learns to copy, to reverse, to repeat, or to translate."""
 
     data: str = ""
     """Pairs of texts: a table with a tab between source and target or a folder of such .tsv, two files SOURCE,TARGET, a
-    folder and --languages, or hf:NAME; names make the splits. By default random symbols are transduced."""
-    languages: str = ""  # Endings of the files in a folder of texts, or columns of hf:NAME: en,de.
+    folder and --languages, or hf:NAME; names make the splits. Empty: random symbols."""
+    languages: str = ""  # Suffixes of the files in a folder of texts, or columns of hf:NAME: en,de.
     operation: Literal["copy", "reverse", "repeat"] = "reverse"
-    """What targets of random symbols are: the source, the source from its end on, or twice the source."""
-    length: int = 16  # Symbols of a random source, on average.
-    deviation: int = 2  # Their standard deviation.
-    tokenizer: Literal["words", "bpe"] = "words"  # What a token of texts is; sources and targets share them.
-    vocabulary: int = 0  # Random symbols, 0: 20; of texts at most so many words or pieces, 0: as many as the tokenizer has.
+    """Targets of random symbols: the source, the reversed source, or the source twice."""
+    length: int = 16  # Mean number of symbols of a random source.
+    deviation: int = 2  # Standard deviation of that number.
+    tokenizer: Literal["words", "bpe"] = "words"  # Kind of tokens of texts, shared by sources and targets.
+    vocabulary: int = 0  # Number of random symbols, 0: 20; for texts the largest number of tokens, 0: the tokenizer's.
 
     name = "transduction"
     schemes = (
@@ -170,11 +192,11 @@ class Transduction(Transducing):
     )
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     limits = (*Transducing.limits, ("length", 1, 10**6), (("deviation", "vocabulary"), 0, 10**9))
-    settled = ("longest", "vocabulary")
+    inferred = ("longest", "vocabulary")
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Texts have BLEU instead of whole targets."""
+        """For texts BLEU instead of exact targets."""
         bleu = Metric("BLEU", "bleu", "higher", ".1f", note="BLEU: of words, decoded greedily")
         return (PERPLEXITY, TOKENS, bleu if self.data else EXACT)
 
@@ -196,12 +218,7 @@ class Transduction(Transducing):
         from isopos.positions import Line
 
         require("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
-        length = check_group(recipe, (Line,), "on a line, which sequences have").max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} leaves longer pairs out"
-            )
+        check_group(recipe, (Line,), "on a line, which sequences have", length=self.longest)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> "Seq2Seq":
@@ -220,55 +237,38 @@ class Transduction(Transducing):
                 deviation=self.deviation,
                 vocabulary=self.vocabulary or SYMBOLS,
             )
-            return Sequences(self, Pairs({name: [(row, row) for row in rows] for name, rows in made.items()}))
+            return Sequences(self, Splits({name: [(row, row) for row in rows] for name, rows in made.items()}))
         kind = self.tokenizer if run is None else load_tokenizer(run)
-        return Sequences(self, *load_texts(self.data, self.languages, kind, self.vocabulary or None, console=console))
+        return Sequences(self, *load_pairs(self.data, self.languages, kind, self.vocabulary or None, console=console))
 
 
 class Sequences(Transduced):
-    """Symbols or tokens; the last two tokens of the vocabulary end and start a target."""
+    """Pairs of symbols or tokens; the last two tokens of the vocabulary end and start a target."""
 
-    def __init__(self, task: Transduction, pairs: Pairs[np.ndarray], tokenizer: Tokenizer | None = None):
+    def __init__(self, task: Transduction, pairs: Splits[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer | None = None):
         self.task, self.tokenizer, self.name = task, tokenizer, task.data or f"random symbols to {task.operation}"
         self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
-        self.start, self.limit, self.free = self.end + 1, task.validation_rows, task.decoded
-        if task.longest:
-            short = {name: (self._sides(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
-            pairs = pairs.keep("longer", short)
-        self.pairs = pairs.splits
-        self.sides = {name: self._sides(rows) for name, rows in self.pairs.items()}
-        self.sizes = {name: sides.sum(1) for name, sides in self.sides.items()}
-        self.longest = int(max(sides.max(initial=0) for sides in self.sides.values()))
-        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        self.start = self.end + 1
+        super().__init__(task, pairs, "longer")
         self.sha256 = self._hash()
-        self.summary = (
-            " + ".join(f"{len(rows):,}" for rows in self.pairs.values()) + f" pairs{pairs.said}, {self.end:,} tokens"
-        )
+        counts = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
+        self.summary = f"{counts} pairs{self.dropped}, {self.end:,} tokens"
 
-    def settle(self, recipe: Recipe) -> Recipe:
-        recipe = recipe.edit(longest=self.task.longest or self.longest, vocabulary=self.end)
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+    def infer(self, recipe: Recipe) -> Recipe:
+        return super().infer(recipe.edit(vocabulary=self.end))
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target.
         """
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         from isopos.positions import sequence
 
-        sources, targets = zip(*(self.pair(split, row) for row in rows), strict=True)
-        source = pad_sequence([torch.from_numpy(side) for side in sources], batch_first=True, padding_value=-1)
-        answers = pad_sequence([torch.from_numpy(side) for side in targets], batch_first=True, padding_value=-1)
-        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
-        positions = sequence(source.shape[1]), sequence(answers.shape[1])
-        return source.clamp_min(0), given, *positions, source >= 0, answers
+        source, mask, inputs, answers = self.batched(*zip(*(self.pair(split, row) for row in rows), strict=True))
+        return source, inputs, sequence(source.shape[1]), sequence(answers.shape[1]), mask, answers
 
     def pair(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a source, and those of its target with the end."""
+        """The tokens of a source, and of its target with the end token."""
         source, target = self.pairs[split][row]
         if not self.task.data:
             target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
@@ -288,19 +288,21 @@ class Sequences(Transduced):
         return tokens[: ends[0] + 1] if len(ends) else tokens
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """Of texts, as many as a translation may have that is not the reference, within the longest."""
+        """For texts more than the reference has, up to the longest."""
         free = min(2 * source.shape[1] + 10, self.longest) if self.tokenizer else 0
         return max(answers.shape[1], free)
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """Also BLEU of texts, in per cent; a word that the vocabulary has not is never right."""
-        found = super().of_decoded(decoded)
+        """With BLEU of texts, in per cent; a word that is not in the vocabulary is never right."""
+        figures = super().of_decoded(decoded)
         if self.tokenizer:
             from torchmetrics.functional.text import bleu_score
 
             references, texts = ([self.text(side) for side in sides] for sides in zip(*decoded, strict=True))
-            found["bleu"] = 100 * float(bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references]))
-        return found
+            figures["bleu"] = 100 * float(
+                bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references])
+            )
+        return figures
 
     def shown(self, split: str, row: int) -> tuple[str, str]:
         source, target = self.pair(split, row)
@@ -314,14 +316,14 @@ class Sequences(Transduced):
         if self.tokenizer:
             self.tokenizer.save(folder)
 
-    def _sides(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """Tokens of sources, and of targets with their end ``[n 2]``."""
+    def lengths(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """With the end token of targets."""
         twice = not self.task.data and self.task.operation == "repeat"
         lengths = pairs.lengths if isinstance(pairs, Stored) else [(len(source), len(target)) for source, target in pairs]
         return np.array(lengths, np.int64).reshape(-1, 2) * (1, 1 + twice) + (0, 1)
 
     def _hash(self) -> str:
-        """Of all tokens, in their order, and of what becomes of them."""
+        """A fingerprint of all tokens, in order, and of the operation."""
         digest = hashlib.sha256(f"{self.task.operation if not self.task.data else ''} {self.end}".encode())
         for name, rows in self.pairs.items():
             if isinstance(rows, Stored):

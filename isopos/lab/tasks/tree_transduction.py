@@ -1,4 +1,4 @@
-"""Trees into trees: copied, mirrored, reduced and taken apart, written level by level or in preorder."""
+"""Tree to tree: copying, mirroring, reducing and taking apart, with nodes level by level or in preorder."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from isopos.lab.data.bushes import Bush, Growth, Order, rebuilt, shown, written
-from isopos.lab.data.pairs import Stored
+from isopos.lab.data.labelled_trees import LabelledTree, Order, TreeBuilder, from_order, in_order, s_expression
+from isopos.lab.data.splits import Stored
 from isopos.lab.data.tree_pairs import Operation, TreePairs, labels_of, random_trees, read_trees
+from isopos.lab.tasks.samples import padded
 from isopos.lab.tasks.task import Recipe, require
 from isopos.lab.tasks.transduction import Transduced, Transducing
 
@@ -27,40 +28,40 @@ __all__ = ["TreeTransduction", "Trees"]
 
 @dataclass(frozen=True)
 class TreeTransduction(Transducing):
-    """What an encoder-decoder of trees learns, each node in the tree or in the line of its order, as the scheme has it.
+    """An encoder-decoder of trees.
 
-    The decoder's slots stand where the nodes are to be that they yield: a node says how many children it has, so the place
-    of the next one is known in both orders.
+    The scheme determines whether positions are those of the tree or of a line. The position of a token of the decoder is
+    that of the node it predicts: a token determines its number of children, so the next position is known in both orders.
     """
 
     data: str = ""
     """A table, or a folder of .tsv, with a tab between two s-expressions, (label child child ...); names with train, valid
-    and test make the splits. By default random trees are transduced."""
+    and test make the splits. Empty: random trees."""
     operation: Operation = "rotation"
-    """What targets of random trees are: the same, their mirror image, every sum of two numbers of C3 done, or what one of
-    four operators makes of a subtree."""
-    order: Order = "breadth"  # In which nodes are read and written: level by level, or in preorder.
-    source_order: Literal["same", "breadth", "depth"] = "same"  # In which nodes of sources are read, where it is another.
-    depth: int = 4  # Of random trees, on average.
-    deviation: int = 1  # Its standard deviation.
-    labels: int = 0  # Of random trees but those of c3; 0: 20, of ops 2 to the power of depth, at least 32.
-    vocabulary: int = 0  # Tokens; 0: as many as the data has.
-    branches: int = 0  # Children of a node, at most; 0: as many as the data has.
+    """Targets of random trees: the same tree, its mirror image, an evaluation step in the group C3, or the result of one of
+    four operators on a subtree."""
+    order: Order = "breadth"  # Order of nodes: level by level, or in preorder.
+    source_order: Literal["same", "breadth", "depth"] = "same"  # Order of nodes of sources, if different.
+    depth: int = 4  # Mean depth of random trees.
+    deviation: int = 1  # Standard deviation of the depth.
+    labels: int = 0  # Number of labels of random trees except c3; 0: 20, for ops 2 to the power of depth, at least 32.
+    vocabulary: int = 0  # Number of tokens; 0: that of the data.
+    branches: int = 0  # Largest number of children of a node; 0: that of the data.
 
     name = "tree-transduction"
     schemes = "sinusoidal:attention=softmax,rope:attention=softmax,shiv-quirk:attention=softmax,ape-tree:attention=softmax"
     edits = MappingProxyType({"steps": 400, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     limits = (*Transducing.limits, ("depth", 1, 64), (("deviation", "labels", "vocabulary", "branches"), 0, 10**9))
-    settled = ("longest", "vocabulary", "branches")
+    inferred = ("longest", "vocabulary", "branches")
 
     @property
     def orders(self) -> tuple[Order, Order]:
-        """Of sources and of targets."""
+        """Orders of sources and of targets."""
         return self.order if self.source_order == "same" else self.source_order, self.order
 
     @property
     def ordered(self) -> str:
-        """The orders, in words before "first"."""
+        """The orders in words, to be followed by "first"."""
         sources, targets = self.orders
         return targets if sources == targets else f"{targets} first from sources {sources}"
 
@@ -78,17 +79,8 @@ class TreeTransduction(Transducing):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Tree
 
-        scheme = check_group(recipe, (Line, Tree), "on a line or in a tree, which nodes have")
-        length = scheme.max_length
-        if length is not None and length < self.longest:
-            raise ValueError(
-                f"longest: expected at most {length}, for which {recipe.scheme} has positions, got {self.longest}; "
-                f"--longest {length} leaves larger trees out"
-            )
-        if isinstance(scheme.group, Tree) and scheme.group.branches < self.branches:
-            raise ValueError(
-                f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {self.branches}"
-            )
+        where = "on a line or in a tree, which nodes have"
+        check_group(recipe, (Line, Tree), where, length=self.longest, branches=self.branches)
         least = 9 if self.operation == "ops" else 2  # four are what roots say
         require(
             "labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least
@@ -119,69 +111,46 @@ class TreeTransduction(Transducing):
 
 
 class Trees(Transduced):
-    """Trees to train on and to score; the last token of the vocabulary starts a target."""
+    """Pairs of trees for training and evaluation; the last token of the vocabulary starts a target."""
 
     def __init__(self, task: TreeTransduction, found: TreePairs):
         self.task, self.names, self.arities = task, found.names, np.array((*found.arities, 0))
-        self.start, self.limit, self.free = len(found.names), task.validation_rows, task.decoded
-        self.name = task.data or f"random trees for {task.operation}, {task.ordered} first"
-        pairs = found.pairs
-        if task.longest:
-            small = {name: (_nodes(rows) <= task.longest).all(1) for name, rows in pairs.splits.items()}
-            pairs = pairs.keep("larger", small)
-        self.pairs = pairs.splits
-        sides = {name: _nodes(rows) for name, rows in self.pairs.items()}
-        self.sizes = {name: nodes.sum(1) for name, nodes in sides.items()}
-        self.longest = int(max(nodes.max(initial=1) for nodes in sides.values()))
-        self.splits = ("validation", "test") if self.pairs["test"] else ("validation",)
+        self.start, self.name = len(found.names), task.data or f"random trees for {task.operation}, {task.ordered} first"
+        super().__init__(task, found.pairs, "larger")
+        branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
+        self.least = {**self.least, "branches": branches, "vocabulary": self.start}
         digest = hashlib.sha256(f"{task.ordered} {self.names} {found.arities}".encode())
         for name, rows in self.pairs.items():
             digest.update(f"{name} [".encode())
             for n, pair in enumerate(rows):
-                digest.update((", " * (n > 0) + repr(pair)).encode())
+                digest.update((", " * (n > 0) + f"({pair[0].key}, {pair[1].key})").encode())
             digest.update(b"]")
         self.sha256 = digest.hexdigest()
         count = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
         nodes = np.mean(np.concatenate([*self.sizes.values()])) / 2
-        self.summary = f"{count} pairs{pairs.said} of {nodes:.1f} nodes on average, {self.start:,} tokens"
-
-    def settle(self, recipe: Recipe) -> Recipe:
-        branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
-        for field, least in (("branches", branches), ("vocabulary", self.start)):
-            given = getattr(self.task, field)
-            require(field, given, f"at least the {least} of the data, or 0", not 0 < given < least)
-        recipe = recipe.edit(
-            longest=self.task.longest or self.longest,
-            branches=self.task.branches or branches,
-            vocabulary=self.task.vocabulary or self.start,
-        )
-        recipe.task.check(recipe)
-        return super().settle(recipe)
+        self.summary = f"{count} pairs{self.dropped} of {nodes:.1f} nodes on average, {self.start:,} tokens"
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
         Answers are -1 beyond the end of a target. Positions are those of lines ``[t 1]`` or of trees ``[b t 2]``.
         """
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
         from isopos.lab.tasks.build import group_of
         from isopos.positions import Tree, sequence
 
+        pairs = [self.pairs[split][row] for row in rows]
         orders = self.task.orders
-        pairs = [[written(*both) for both in zip(self.pairs[split][row], orders, strict=True)] for row in rows]
-        (source, x), (answers, y) = (
-            [
-                pad_sequence([torch.tensor(pair[side][what]) for pair in pairs], batch_first=True, padding_value=-1)
-                for what in (0, 1)
-            ]
-            for side in (0, 1)
-        )
-        if not isinstance(group_of(recipe), Tree):
+        sources, targets = ([in_order(pair[side], orders[side]) for pair in pairs] for side in (0, 1))
+        source, mask, inputs, answers = self.batched([labels for labels, _ in sources], [labels for labels, _ in targets])
+        if isinstance(group_of(recipe), Tree):
+            x, y = (padded([nodes for _, nodes in side], -1)[0] for side in (sources, targets))
+        else:
             x, y = sequence(source.shape[1]), sequence(answers.shape[1])
-        given = torch.cat((torch.full_like(answers[:, :1], self.start), answers[:, :-1].clamp_min(0)), 1)
-        return source.clamp_min(0), given, x, y, source >= 0, answers
+        return source, inputs, x, y, mask, answers
+
+    def lengths(self, pairs: Sequence[tuple[LabelledTree, LabelledTree]]) -> np.ndarray:
+        lengths = pairs.lengths if isinstance(pairs, Stored) else [[len(tree.labels) for tree in pair] for pair in pairs]
+        return np.array(lengths, np.int64).reshape(-1, 2)
 
     def follow(self, recipe: Recipe) -> "Follow":
         import torch
@@ -193,11 +162,11 @@ class Trees(Transduced):
 
         def places(tokens: "Tensor") -> "Tensor | None":
             if not tokens.shape[1]:
-                grown[:] = [Growth(self.task.order) for _ in tokens]
+                grown[:] = [TreeBuilder(self.task.order) for _ in tokens]
             else:
                 for tree, token in zip(grown, tokens[:, -1].tolist(), strict=True):
                     tree.add(int(self.arities[token]))
-            if all(tree.whole for tree in grown):
+            if all(tree.complete for tree in grown):
                 return None
             if lines:
                 return sequence(tokens.shape[1] + 1, device=tokens.device)
@@ -211,20 +180,14 @@ class Trees(Transduced):
 
     def shown(self, split: str, row: int) -> tuple[str, str]:
         source, target = (
-            shown([self.names[label] for label in tree.labels], tree.arities) for tree in self.pairs[split][row]
+            s_expression([self.names[label] for label in tree.labels], tree.arities) for tree in self.pairs[split][row]
         )
         return source, target
 
     def text(self, tokens: np.ndarray) -> str:
-        """The tree, or the labels of one without an end."""
+        """The tree, or the labels of an incomplete tree."""
         own, arities = tokens.tolist(), self.arities[tokens].tolist()
         if self.start in own or sum(arities) != len(own) - 1:
             return " ".join((*self.names, "start")[token] for token in own) + " ..."
-        tree = rebuilt(own, arities, self.task.order)
-        return shown([self.names[label] for label in tree.labels], tree.arities)
-
-
-def _nodes(pairs: Sequence[tuple[Bush, Bush]]) -> np.ndarray:
-    """Those of sources and of targets ``[n 2]``."""
-    lengths = pairs.lengths if isinstance(pairs, Stored) else [[len(tree.labels) for tree in pair] for pair in pairs]
-    return np.array(lengths, np.int64).reshape(-1, 2)
+        tree = from_order(own, arities, self.task.order)
+        return s_expression([self.names[label] for label in tree.labels], tree.arities)

@@ -114,7 +114,7 @@ class _Training(LightningModule):
         self.checkpoint, self.first = checkpoint, checkpoint["step"] if checkpoint else 0  # first: the last step done
         self.model = recipe.task.model(recipe)
         if checkpoint is None and (origin := recipe.task.origin(recipe)) is not None:
-            checkpoints.warm_start(self.model, origin, recipe.task.anew(recipe))
+            checkpoints.warm_start(self.model, origin, recipe.task.reinitialised(recipe))
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False

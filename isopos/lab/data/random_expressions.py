@@ -1,104 +1,100 @@
-"""Random ListOps expressions of any length, many at once: grown level by level, as arrays, and written to the cache.
+"""A generator of long random ListOps expressions: many at once, level by level, as arrays, written to the cache.
 
-The procedure is that of `expressions.generate`, which the Long Range Arena's generator follows, too: an argument is a list
-with probability 1/4, and expressions that are too short or too long are drawn again. The Arena (Tay et al. 2020,
+It follows the procedure of `expressions.generate` and of the Long Range Arena's generator: an argument is a list with
+probability 1/4, and expressions that are too short or too long are drawn again. The Arena (Tay et al. 2020,
 https://arxiv.org/abs/2011.04006; its data/listops.py) has more than 500 and less than 2000 tokens, 2 to 10 arguments, and
-10 levels, of which the last has digits alone.
+10 levels; the last level has only digits.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Writer, key_of, prepared
-from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, Rows, write
+from isopos.lab.data.arrays import Writer, cached_arrays, key_of
+from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, write
 from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.splits import Splits
 
-__all__ = ["Settings", "grow", "prepare"]
+__all__ = ["Settings", "draw", "prepare"]
 
-FORMAT = 2
-AT_ONCE = 2000  # expressions that are begun together
+CACHE_VERSION = 2
+AT_ONCE = 2000  # expressions generated together
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # equally likely
-TRIES = 500_000  # expressions that are begun, or come again, in a row: then there are none
+TRIES = 500_000  # rejected or repeated expressions in a row before it is an error
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of random expressions: lists inside each other, arguments of a list, and tokens, at most, and tokens at least."""
+    """Bounds of random expressions."""
 
-    depth: int
-    arguments: int
-    shortest: int
-    longest: int
+    depth: int  # largest depth of nested lists
+    arguments: int  # largest number of arguments
+    shortest: int  # smallest number of tokens
+    longest: int  # largest number of tokens
 
 
 @dataclass
 class Level:
-    """The lists of a level: operators, numbers of arguments and, of all these arguments, digits and which are lists."""
+    """All lists at one depth."""
 
-    operators: np.ndarray
-    counts: np.ndarray
-    digits: np.ndarray
-    lists: np.ndarray
+    operators: np.ndarray  # of each list
+    counts: np.ndarray  # arguments of each list
+    digits: np.ndarray  # of each argument of all lists
+    lists: np.ndarray  # whether an argument is a list instead
     sizes: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens of each argument
 
     @property
     def starts(self) -> np.ndarray:
-        """Where the arguments of each list begin."""
+        """Index of the first argument of each list."""
         return np.cumsum(self.counts) - self.counts
 
 
-def prepare(seed: int, counts: Sequence[int], settings: Settings, root: Path | None = None) -> Rows:
-    """So many different expressions of train, validation and test, of the cache, written there if they are absent.
+def prepare(seed: int, counts: Sequence[int], settings: Settings) -> Splits[Expression]:
+    """Distinct expressions of train, validation and test, from the cache or generated.
 
     Raises:
-        ValueError: Where there are next to no expressions of such lengths.
+        ValueError: If hardly any expressions have such lengths.
     """
 
     def samples() -> Iterator[tuple[str, Expression]]:
-        found, seen = grow(seed, settings), set()
-        for split, count in zip(SPLITS, counts, strict=True):
-            kept, vain = 0, 0
-            while kept < count:
-                one = next(found)
-                digest = hashlib.sha256(one.tokens).digest()[:16]
-                vain = vain + 1 if digest in seen else 0
-                if vain > TRIES:
+        expressions, seen, repeats = draw(seed, settings), set(), 0
+        for split in (split for split, count in zip(SPLITS, counts, strict=True) for _ in range(count)):
+            expression = next(expressions)
+            while (digest := hashlib.sha256(expression.tokens).digest()[:16]) in seen:
+                expression, repeats = next(expressions), repeats + 1
+                if repeats > TRIES:
                     raise ValueError(
                         f"expressions: expected fewer, got {sum(counts):,}; {len(seen):,} different ones were found"
                     )
-                if digest in seen:
-                    continue
-                seen.add(digest)
-                kept += 1
-                yield split, one
+            seen.add(digest)
+            repeats = 0
+            yield split, expression
 
     def fill(writer: Writer) -> dict[str, object]:
         write(writer, samples())
         return {}
 
-    key = f"listops-{key_of(FORMAT, seed, list(counts), vars(settings))[:32]}"
-    return Rows.of(prepared(cache.default_root() if root is None else root, key, fill))
+    key = f"listops-{key_of(CACHE_VERSION, seed, list(counts), vars(settings))[:32]}"
+    return splits_of(cached_arrays(cache.default_root(), key, fill))
 
 
-def grow(seed: int, settings: Settings) -> Iterator[Expression]:
-    """Random expressions of the settings without end; equal ones may come again.
+def draw(seed: int, settings: Settings) -> Iterator[Expression]:
+    """Endless random expressions, which may repeat.
 
     Examples:
-        >>> 501 <= len(next(grow(0, Settings(depth=9, arguments=10, shortest=501, longest=1999))).tokens) <= 1999
+        >>> 501 <= len(next(draw(0, Settings(depth=9, arguments=10, shortest=501, longest=1999))).tokens) <= 1999
         True
     """
-    random, vain = np.random.default_rng(seed), 0
+    random, rejected = np.random.default_rng(seed), 0
     while True:
         levels = _levels(random, settings)
         sizes = _sizes(levels)
         fitting = (sizes >= settings.shortest) & (sizes <= settings.longest)
-        vain = 0 if fitting.any() else vain + len(sizes)
-        if vain > TRIES:
+        rejected = 0 if fitting.any() else rejected + len(sizes)
+        if rejected > TRIES:
             raise ValueError(
                 f"shortest: expected lengths that random expressions have, got none of {TRIES:,} with {settings}"
             )
@@ -124,7 +120,7 @@ def _levels(random: np.random.Generator, settings: Settings) -> list[Level]:
 
 
 def _sizes(levels: list[Level]) -> np.ndarray:
-    """Tokens of each expression; those of all arguments are kept."""
+    """Tokens of each expression; sets the sizes of arguments at each level."""
     below = np.empty(0, np.int64)
     for level in reversed(levels):
         level.sizes = np.ones(len(level.digits), np.int64)
@@ -134,25 +130,25 @@ def _sizes(levels: list[Level]) -> np.ndarray:
 
 
 def _values(levels: list[Level]) -> np.ndarray:
-    """What each expression evaluates to."""
+    """The value of each expression."""
     below = np.empty(0, np.int64)
     for level in reversed(levels):
         values, starts, counts = level.digits.copy(), level.starts, level.counts
         values[level.lists] = below
         ordered = values[np.lexsort((values, np.repeat(np.arange(len(counts)), counts)))]
         middle = (ordered[starts + (counts - 1) // 2] + ordered[starts + counts // 2]) // 2
-        found = {
+        results = {
             "MIN": np.minimum.reduceat(values, starts),
             "MAX": np.maximum.reduceat(values, starts),
             "MED": middle,
             "SM": np.add.reduceat(values, starts) % 10,
         }
-        below = np.select([level.operators == NUMBERS[f"[{name}"] for name in found], list(found.values()))
+        below = np.select([level.operators == NUMBERS[f"[{name}"] for name in results], list(results.values()))
     return below
 
 
 def _branches(levels: list[Level]) -> np.ndarray:
-    """The most arguments that a list of each expression has."""
+    """The largest number of arguments in each expression."""
     below = np.empty(0, np.int64)
     for level in reversed(levels):
         inside = np.zeros(len(level.digits), np.int64)
@@ -162,7 +158,7 @@ def _branches(levels: list[Level]) -> np.ndarray:
 
 
 def _tokens(levels: list[Level], sizes: np.ndarray) -> np.ndarray:
-    """The tokens of all expressions, one after another: every list begins after what is before it in its own list."""
+    """The tokens of all expressions, concatenated; the place of a list follows from the sizes before it in its parent."""
     tokens = np.empty(int(sizes.sum()), np.uint8)
     begins, whole = np.cumsum(sizes) - sizes, sizes
     for level in levels:
