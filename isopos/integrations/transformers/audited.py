@@ -88,7 +88,7 @@ class TransformersSubject(Subject):
         found = {"casts"}
         if self.takes("mask") in self.accepts:
             found.add("mask")
-        if "position_ids" in self.accepts and self.part != "decoder":
+        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
             found.add("positions")
         causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
         found.add("causal" if causal else "bidirectional")
@@ -208,8 +208,11 @@ class TransformersSubject(Subject):
         ]  # fmt: skip
 
     def loaded_again(self) -> nn.Module:
+        from transformers.utils import logging
+
         with tempfile.TemporaryDirectory() as folder:
             model: Any = self.module
+            logging.disable_progress_bar()
             model.save_pretrained(folder)
             return type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
 
@@ -245,13 +248,13 @@ def _encoding(model: Any, config: Any) -> tuple[str, bool | None]:
     tables = [name for name, a in model.named_modules() if TABLE.search(name) and isinstance(a, nn.Embedding)]
     if tables:
         return f"absolute table {tables[0]}", False
+    if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
+        return "ALiBi", True
     buffers = any(FREQUENCIES.match(name.rpartition(".")[2]) for name, _ in model.named_buffers())
     if buffers or getattr(config, "rotary_dim", None) or any("Rotary" in type(a).__name__ for a in model.modules()):
         return "rotary", True
     if any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()):
         return "relative bias", True
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        return "ALiBi", True
     return "unknown", None
 
 
