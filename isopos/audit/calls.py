@@ -61,12 +61,12 @@ def positions(subject: Subject) -> Iterator[Finding]:
         subject, batch, torch.cat(single), "two samples of a batch keep their own positions",
         remedy="make cosines and sines for positions [b t], not for the first sample's", issue="unslothai/unsloth#3699",
     )  # fmt: skip
-    unless(subject.encoding == "none", "the model has no positions")
     change = relative_error(single[0], subject.outputs(tokens[:1], plain[None], _all(tokens[:1])))
-    obeyed = change > SEEN * subject.tolerance
+    obeyed, told = change > SEEN * subject.tolerance, subject.encoding.startswith(("rotary", "absolute"))
     yield Finding(
-        "other positions give other outputs", f"relative difference {change:.1e}", "sound" if obeyed else "broken",
-        remedy="" if obeyed else "positions are accepted and ignored: pass them on to the encoding",
+        "other positions give other outputs", f"relative difference {change:.1e}",
+        "sound" if obeyed else "broken" if told else "note", subject.encoding,
+        "" if obeyed else "positions are accepted and ignored: pass them on to the encoding, or do not accept them",
     )  # fmt: skip
 
 
@@ -74,6 +74,11 @@ def positions(subject: Subject) -> Iterator[Finding]:
 def left_padding(subject: Subject) -> Iterator[Finding]:
     """With positions counted from the first real token, as generation counts them; and without, where a shift is unseen."""
     pad, tokens = 4, subject.tokens(1, subject.length)
+    if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
+        yield Finding(
+            "absolute positions are those of places", "left padding shifts them", "note", remedy="pad on the right"
+        )
+        return
     rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)
     mask = _all(rows)
     mask[:, :pad] = False
@@ -170,7 +175,7 @@ def precision(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             f"{str(dtype)[6:]} at positions + {room} is as exact as near zero (difference {own:.1e})",
             f"relative difference {moved:.1e}", "sound" if moved <= bound else "broken",
-            remedy="" if moved <= bound else "keep positions and angles in float32 or more, cast cosines and sines at the end",
+            remedy="" if moved <= bound else "keep positions and angles in float32, cast cosines and sines at the end",
             issue="" if moved <= bound else "huggingface/candle#3520",
         )  # fmt: skip
 

@@ -36,7 +36,7 @@ def gradient(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "a finite gradient reaches every head", "it does" if sound else dead or "a gradient is not finite",
             "sound" if sound else "broken", name,
-            "" if sound else "compute angles outside no_grad and of the parameter itself, with a kernel that differentiates them",
+            "" if sound else "compute angles with a gradient, by a kernel that differentiates them",
         )  # fmt: skip
 
 

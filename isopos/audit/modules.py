@@ -11,7 +11,11 @@ from isopos.audit.subject import Subject, relative_error
 
 __all__ = ["ModuleSubject"]
 
-NAMES = {"positions": ("positions", "position_ids"), "mask": ("mask", "attention_mask"), "segments": ("segments", "segment_ids")}
+NAMES = {
+    "positions": ("positions", "position_ids"),
+    "mask": ("mask", "attention_mask"),
+    "segments": ("segments", "segment_ids"),
+}
 ROTARY = ("rotary", "rope", "roform")
 
 
@@ -29,7 +33,9 @@ class ModuleSubject(Subject):
     ) -> "ModuleSubject":  # fmt: skip
         """The subject, after trying the call."""
         if not isinstance(example, Tensor) or example.ndim not in (2, 3):
-            raise ValueError(f"example: expected tokens [1 t] or features [1 t d] for {type(module).__name__}, got {example!r}")
+            raise ValueError(
+                f"example: expected tokens [1 t] or features [1 t d] for {type(module).__name__}, got {example!r}"
+            )
         parameters = inspect.signature(module.forward if call is None else call).parameters
         names = {own: name for own, known in NAMES.items() for name in known if name in parameters}
         rotary = any(word in type(child).__name__.lower() for child in module.modules() for word in ROTARY)

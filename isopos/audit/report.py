@@ -22,7 +22,7 @@ class Finding:
     Args:
         expected: What sound positions give.
         measured: What this model gives.
-        severity: "sound"; "note", a property and no fault; "risk", sound now and broken after a named, common call; "broken".
+        severity: "sound"; "note", a property and no fault; "risk", sound now and broken after a common call; "broken".
         where: Module, configuration entry or position.
         remedy: What to change.
         issue: A public issue with this fault, OWNER/NAME#NUMBER.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from isopos.audit.check import CHECKS
@@ -133,5 +132,3 @@ class _quiet:
 
     def __exit__(self, *_: object) -> None:
         logging.disable(self.before)
-
-

@@ -41,7 +41,9 @@ def beam_reorder(subject: Subject) -> Iterator[Finding]:
     order = torch.tensor([1, 0])
     got = subject.stream([rows, more], order=order)[:, cut:]
     want = subject.outputs(torch.cat((rows[order], more), 1))[:, cut:]
-    yield compared(subject, got, want, "exchanged rows go on where they were", slack=2, remedy="reorder all that a cache keeps")
+    yield compared(
+        subject, got, want, "exchanged rows go on where they were", slack=2, remedy="reorder all that a cache keeps"
+    )
 
 
 @check("generation", "Does a left-padded batch generate what samples generate alone?", "generate", "causal")

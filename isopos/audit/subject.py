@@ -172,7 +172,7 @@ class Subject(ABC):
 
     @cached_property
     def rounding(self) -> float:
-        """The relative rounding of float32 in whole calls, measured; copies compute some things in float32 whatever comes."""
+        """The relative rounding of float32 in whole calls, measured; float64 copies may compute parts in float32."""
         if torch.float64 not in self.copies:
             return 64 * torch.finfo(torch.float32).eps
         errors = []

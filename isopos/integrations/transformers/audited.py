@@ -231,9 +231,10 @@ def _outputs(out: Any) -> Tensor:
 
 def _ordinary(config: Any) -> Tensor:
     """Tokens without a special meaning."""
-    special = {value for name in dir(config) if name.endswith(("_token_id", "_token_index")) for value in [_get(config, name)]}
-    flat = {i for a in special for i in (a if isinstance(a, list) else [a]) if isinstance(i, int)}
-    return torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in flat])
+    names = [name for name in dir(config) if name.endswith(("_token_id", "_token_index"))]
+    values = [_get(config, name) for name in names]
+    special = {i for value in values for i in (value if isinstance(value, list) else [value])}
+    return torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in special])
 
 
 def _get(config: Any, name: str) -> Any:
@@ -245,7 +246,9 @@ def _get(config: Any, name: str) -> Any:
 
 def _encoding(model: Any, config: Any) -> tuple[str, bool | None]:
     """How positions enter a model, and whether that is relative; as far as its modules tell."""
-    tables = [name for name, a in model.named_modules() if TABLE.search(name) and isinstance(a, nn.Embedding)]
+    tables = [name for name, a in model.named_modules() if TABLE.search(name) and "Rotary" not in type(a).__name__]
+    if config.model_type == "roformer":
+        return "rotary", True
     if tables:
         return f"absolute table {tables[0]}", False
     if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
@@ -263,8 +266,9 @@ def _limit(model: Any, config: Any, encoding: str) -> int | None:
     most = _get(config, "max_position_embeddings") or _get(config, "n_positions")
     if encoding.startswith("absolute"):
         table = dict(model.named_modules())[encoding.removeprefix("absolute table ")]
-        offset = (getattr(table, "padding_idx", None) or 0) + 1 if getattr(table, "padding_idx", None) is not None else 0
-        most = table.num_embeddings - max(offset, getattr(table, "offset", 0))
+        padding = getattr(table, "padding_idx", None)
+        first = max(0 if padding is None else padding + 1, getattr(table, "offset", 0))
+        most = table.num_embeddings - first if isinstance(table, nn.Embedding) else most
     parameters = _get(config, "rope_parameters") or {}
     nested = [a for a in parameters.values() if isinstance(a, Mapping)] or [parameters]
     trained = [a["original_max_position_embeddings"] for a in nested if a.get("original_max_position_embeddings")]
