@@ -1,7 +1,7 @@
 """The doctor: `isopos.audit(model)` finds what is wrong with the positions of anybody's model.
 
 A check is a function of a `Subject` that yields findings, entered by `check(name, question, *needs)`; the report holds them
-all. Files, in reading order: `subject.py` (what checks may call), `check.py` (what a check is, and the comparison up to
+all. Files, in reading order: `subject.py` (what checks may call), `checks.py` (what a check is, and the comparison up to
 measured rounding), `calls.py`, `streams.py`, `tables.py`, `learning.py` (the checks), `declared.py` (frequencies of a
 configuration in float64), `modules.py` (torch modules as subjects; models of transformers are in `isopos.integrations`),
 `run.py`, `report.py`.
@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isopos.audit.check import CHECKS, Check, check
+    from isopos.audit.checks import CHECKS, Check, check
     from isopos.audit.report import Finding, Report, Unmeasured
     from isopos.audit.run import audit, audited
     from isopos.audit.subject import Subject
 
 __all__ = ["CHECKS", "Check", "Finding", "Report", "Subject", "Unmeasured", "audit", "audited", "check"]
 
-_HOME = {"CHECKS": "check", "Check": "check", "check": "check", "Finding": "report", "Report": "report"}
+_HOME = {"CHECKS": "checks", "Check": "checks", "check": "checks", "Finding": "report", "Report": "report"}
 _HOME |= {"Unmeasured": "report", "audit": "run", "audited": "run", "Subject": "subject"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isopos.audit.check import check, compared, first_difference, unless
+from isopos.audit.checks import check, compared, first_difference, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Subject, relative_error
 
@@ -62,7 +62,8 @@ def positions(subject: Subject) -> Iterator[Finding]:
         remedy="make cosines and sines for positions [b t], not for the first sample's", issue="unslothai/unsloth#3699",
     )  # fmt: skip
     change = relative_error(single[0], subject.outputs(tokens[:1], plain[None], _all(tokens[:1])))
-    obeyed, told = change > SEEN * subject.tolerance, subject.encoding.startswith(("rotary", "absolute"))
+    obeyed = change > SEEN * subject.tolerance
+    told = subject.is_relative or subject.encoding.startswith(("rotary", "absolute"))
     yield Finding(
         "other positions give other outputs", f"relative difference {change:.1e}",
         "sound" if obeyed else "broken" if told else "note", subject.encoding,

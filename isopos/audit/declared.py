@@ -85,7 +85,7 @@ def diagnosis(own: Tensor, parameters: Mapping[str, Any], features: int, trained
         return f"{2 * len(own)} features rotate{plain}, {features} are declared: the partial share or head size is wrong"
     if not bool(own.isfinite().all()) or not bool(own.any()):
         return "the table is not initialised"
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.float16, torch.bfloat16):
         if own.equal(declared.float().to(dtype).double()) or _same(own, declared, 1.1 * torch.finfo(dtype).eps):
             return f"the declared frequencies, rounded to {str(dtype)[6:]}"
     plain = frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)

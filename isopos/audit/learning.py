@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.check import check, unless
+from isopos.audit.checks import check, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Subject
 
@@ -30,7 +30,7 @@ def gradient(subject: Subject) -> Iterator[Finding]:
     if reachable:
         (out.double() * weights).sum().backward()
     for name, parameter in learned.items():
-        dead = _dead(parameter, subject.heads)
+        dead = _dead(name, parameter, subject.heads)
         finite = parameter.grad is None or bool(parameter.grad.isfinite().all())
         sound = not dead and finite
         yield Finding(
@@ -40,12 +40,14 @@ def gradient(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _dead(parameter: nn.Parameter, heads: int | None) -> str:
+def _dead(name: str, parameter: nn.Parameter, heads: int | None) -> str:
     """Which heads no gradient reaches, in words."""
     grad = parameter.grad
     if grad is None or not bool(grad.any()):
         return "no gradient at all"
     axis = next((i for i, n in enumerate(grad.shape) if n == heads), None)
+    if heads is None and grad.ndim > 1 and "bias" not in name:
+        axis = 0
     if axis is None:
         return ""
     per_head: Tensor = grad.movedim(axis, 0).flatten(1).any(1) if grad.ndim > 1 else grad != 0

@@ -70,11 +70,12 @@ class ModuleSubject(Subject):
             raise ValueError(f"call: expected outputs [b t v] for tokens {tuple(tokens.shape[:2])}, got {shape}")
         return out
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
         segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
         with torch.no_grad():
-            return self.call(self.exact, tokens, positions, segments=segments)
+            mask = torch.ones_like(segments, dtype=torch.bool) if masked else None
+            return self.call(self.exact, tokens, positions, mask, segments=segments)
 
     def is_causal(self) -> bool:
         """Whether a change of the last token leaves all outputs before it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isopos.audit.check import CHECKS
+from isopos.audit.checks import CHECKS
 from isopos.audit.report import Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
 
@@ -50,10 +50,13 @@ def audit(
         ValueError: For a folder that cannot be read, an unknown check, or a call whose outputs are not ``[b t v]``.
 
     Examples:
-        >>> import isopos
-        >>> layer = isopos.Attention(16, 2, isopos.rope(8, attention="softmax"))
-        >>> report = audit(layer, lambda layer, x: layer(x, causal=True), torch.randn(1, 12, 16))
-        >>> report.sound
+        >>> import isopos, torch
+        >>> scheme = isopos.rope(8, 2, attention="softmax")
+        >>> layer = isopos.Attention(16, scheme)
+        >>> def call(layer, x, positions=None, mask=None):
+        ...     positions = torch.arange(x.shape[1]) if positions is None else positions
+        ...     return layer(x, scheme.at(positions[..., None]), causal=True, mask=mask)
+        >>> audit(layer, call, torch.randn(1, 12, 16), relative=True).sound
         True
     """
     names = list(CHECKS if checks is None else checks)
@@ -79,7 +82,11 @@ def audited(text: str, checks: Iterable[str] | None = None) -> Report:
     made = made()
     if isinstance(made, dict):
         return audit(**made, checks=checks)
-    return audit(*made, checks=checks) if isinstance(made, tuple) else audit(made, checks=checks)
+    return (
+        audit(*made[:3], **dict(zip(("relative", "causal"), made[3:], strict=False)), checks=checks)
+        if isinstance(made, tuple)
+        else audit(made, checks=checks)
+    )
 
 
 def _subjects(

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from isopos.audit.check import check, compared, first_difference, unless
+from isopos.audit.checks import check, compared, first_difference, unless
 from isopos.audit.report import Finding
-from isopos.audit.subject import Subject
+from isopos.audit.subject import Subject, relative_error
 
 __all__: list[str] = []
 
@@ -78,11 +78,20 @@ def packing(subject: Subject) -> Iterator[Finding]:
             subject, lambda _: (subject.packed(tokens, lengths), last)[1], lambda m: (subject.call(m, parts[-1]), None)[1]
         )
 
-    yield compared(
+    whole = compared(
         subject, got, want, "samples in one row, positions restarting, give what they give alone",
         remedy="pass sample boundaries (cu_seqlens, seq_idx, a block mask) to every layer that mixes tokens",
         issue="huggingface/transformers#46093", fault=place,
     )  # fmt: skip
+    yield whole
+    if whole.severity == "sound" and "mask" in subject.abilities:
+        error = relative_error(subject.packed(tokens, lengths, masked=True), want)
+        sound = error <= subject.tolerance
+        yield Finding(
+            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", "sound" if sound else "risk",
+            remedy="" if sound else "give packed batches no mask: with one, samples see each other, silently",
+            issue="" if sound else "huggingface/transformers#46634",
+        )  # fmt: skip
 
 
 def _streamed(subject: Subject, lengths: Sequence[int], says: str, kind: str = "dynamic") -> Iterator[Finding]:

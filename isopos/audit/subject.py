@@ -95,8 +95,8 @@ class Subject(ABC):
         """A copy, made ready for calls in float64."""
         return made
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Outputs of one row ``[1 t v]`` that holds samples of these lengths."""
+    def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
+        """Outputs of one row ``[1 t v]`` that holds samples of these lengths; with a mask of ones where `masked`."""
         raise NotImplementedError
 
     def stream(self, chunks: Sequence[Tensor], kind: str = "dynamic", order: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.audit import declared
-from isopos.audit.check import check, unless
+from isopos.audit.checks import check, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Rotary, Skip, Subject, relative_error
 

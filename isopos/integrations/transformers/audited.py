@@ -146,10 +146,11 @@ class TransformersSubject(Subject):
             options.setdefault("use_cache", False)
         return _outputs(module(**options))
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
         with torch.no_grad():
-            return self.call(self.exact, tokens, positions)
+            mask = torch.ones_like(positions, dtype=torch.bool) if masked else None
+            return self.call(self.exact, tokens, positions, mask)
 
     def stream(self, chunks: Sequence[Tensor], kind: str = "dynamic", order: Tensor | None = None) -> Tensor:
         from transformers import DynamicCache, EncoderDecoderCache, StaticCache
