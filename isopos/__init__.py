@@ -31,8 +31,21 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
-    *("attention", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings", "encodings"),
-    *("feature_maps", "generators", "kinds", "laws", "lengths", "maps", "models", "nn", "ops", "paths", "phases"),
+    *("attention", "audit", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings"),
+    *(
+        "encodings",
+        "feature_maps",
+        "generators",
+        "kinds",
+        "laws",
+        "lengths",
+        "maps",
+        "models",
+        "nn",
+        "ops",
+        "paths",
+        "phases",
+    ),
     *("poses", "positions", "schemes", "state", "terms"),
 )
 

@@ -14,7 +14,10 @@ from typing import Annotated, Any, Union
 
 __all__ = ["main"]
 
-COMMANDS = ("compare", "table", "train", "list", "check", "show", "eval", "report", "runs", "generate", "export", "bench")
+COMMANDS = (
+    *("compare", "table", "train", "list", "check", "audit", "show"),
+    *("eval", "report", "runs", "generate", "export", "bench"),
+)
 SAVING = (
     "compare",
     "table",

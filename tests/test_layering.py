@@ -32,7 +32,9 @@ scheme
 schemes
 nn
 laws models
+audit.subject
 integrations
+audit
 __init__
 lab.timing lab.runs.files
 lab.data
@@ -56,7 +58,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-PACKAGES = {"cli": {"tyro", "rich"}, "integrations": {"transformers", "safetensors"}, "ops": {"triton"}}
+PACKAGES = {"audit": {"rich"}, "cli": {"tyro", "rich"}, "integrations": {"transformers", "safetensors"}, "ops": {"triton"}}
 """What rooms use beside torch and numpy, within functions."""
 MOST = {"function": 60, "module": 600}
 

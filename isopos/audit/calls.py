@@ -1,0 +1,218 @@
+"""Checks of whole calls: shifts, positions, padding, batches, order and direction."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from isopos.audit.checks import check, compared, first_difference, unless
+from isopos.audit.report import Finding
+from isopos.audit.subject import Subject, relative_error
+
+__all__: list[str] = []
+
+GAPS = (0, 1, 2, 4, 5, 9, 10, 11, 14, 15, 16, 18)
+SEEN = 2  # a change of so many tolerances is none of rounding
+
+
+@check("shift", "Do outputs stay the same when all positions shift?", "positions")
+def shift(subject: Subject) -> Iterator[Finding]:
+    """Relative encodings only; absolute ones are named. Angles of float32 round in proportion to the position."""
+    unless(not subject.shift, f"its {subject.limit} positions leave no room for a shift")
+    tokens = subject.tokens(1, subject.length)
+    positions = torch.arange(subject.length)[None]
+    says = f"positions + {subject.shift} give the same outputs up to rounding"
+    here, there = (subject.outputs(tokens, positions + s, _all(tokens)) for s in (0, subject.shift))
+    slack = 1 + subject.shift / subject.length
+    if subject.is_relative:
+        remedy = "rotate queries and keys by one table, at positions kept in int64 or float32 until angles are taken"
+
+        def place() -> str:
+            return first_difference(
+                subject,
+                lambda module: _none(subject.call(module, tokens, positions + subject.shift, _all(tokens))),
+                lambda module: _none(subject.call(module, tokens, positions, _all(tokens))),
+            )
+
+        yield compared(subject, there, here, says, slack=slack, remedy=remedy, fault=place)
+        return
+    error = relative_error(there, here)
+    if error <= subject.tolerance * slack:
+        yield Finding(says, f"relative difference {error:.1e}", "sound")
+    else:
+        yield Finding(
+            "absolute positions see a shift", f"relative difference {error:.1e}", "note", subject.encoding,
+            "none; outputs hang on where a text begins",
+        )  # fmt: skip
+
+
+@check("positions", "Are positions obeyed, for each sample its own?", "positions")
+def positions(subject: Subject) -> Iterator[Finding]:
+    """Positions with gaps, two samples with different ones, against single calls."""
+    gaps = torch.tensor(GAPS[: subject.length])
+    plain = torch.arange(len(gaps))
+    unless(subject.limit is not None and subject.limit <= int(gaps[-1]) + 3, f"it has {subject.limit} positions only")
+    tokens = subject.tokens(2, len(gaps))
+    rows = torch.stack((gaps, plain + (plain > 3)))
+    single = [subject.outputs(tokens[i : i + 1], rows[i : i + 1], _all(tokens[:1])) for i in (0, 1)]
+    batch = subject.outputs(tokens, rows, _all(tokens))
+    yield compared(
+        subject, batch, torch.cat(single), "two samples of a batch keep their own positions",
+        remedy="make cosines and sines for positions [b t], not for the first sample's", issue="unslothai/unsloth#3699",
+    )  # fmt: skip
+    change = relative_error(single[0], subject.outputs(tokens[:1], plain[None], _all(tokens[:1])))
+    obeyed = change > SEEN * subject.tolerance
+    told = subject.is_relative or subject.encoding.startswith(("rotary", "absolute"))
+    yield Finding(
+        "other positions give other outputs", f"relative difference {change:.1e}",
+        "sound" if obeyed else "broken" if told else "note", subject.encoding,
+        "" if obeyed else "positions are accepted and ignored: pass them on to the encoding, or do not accept them",
+    )  # fmt: skip
+
+
+@check("left padding", "Do padded tokens before a sample change its outputs?", "mask")
+def left_padding(subject: Subject) -> Iterator[Finding]:
+    """With positions counted from the first real token, as generation counts them; and without, where a shift is unseen."""
+    pad, tokens = 4, subject.tokens(1, subject.length)
+    if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
+        yield Finding(
+            "absolute positions are those of places", "left padding shifts them", "note", remedy="pad on the right"
+        )
+        return
+    rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)
+    mask = _all(rows)
+    mask[:, :pad] = False
+    counted = (mask.long().cumsum(-1) - 1).clamp_min(0) if "positions" in subject.abilities else None
+    want = subject.outputs(tokens, None if counted is None else counted[:, pad:], _all(tokens))
+    ways: list[tuple[str, Tensor | None]] = []
+    if counted is not None:
+        ways.append(("positions counted from the first real token", counted))
+    if counted is None or subject.is_relative:
+        ways.append(("positions left to the model", None))
+    for way, given in ways:
+        unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
+        got = subject.outputs(rows, given, mask)[:, pad:]
+        yield compared(
+            subject, got, want, f"a left-padded sample gives what it gives alone, {way}", slack=2,
+            remedy="mask padded keys in every layer, states and convolutions included", issue="unslothai/unsloth#3699",
+            fault=lambda given=given: first_difference(
+                subject,
+                lambda m: _after(subject.call(m, rows, given, mask), torch.arange(pad, rows.shape[1])),
+                lambda m: _none(subject.call(m, tokens, None if counted is None else counted[:, pad:], _all(tokens))),
+            ),
+        )  # fmt: skip
+
+
+@check("right padding", "Do padded tokens after a sample change its outputs?", "mask")
+def right_padding(subject: Subject) -> Iterator[Finding]:
+    """Two different paddings, against the sample alone."""
+    pad, tokens = 3, subject.tokens(1, subject.length)
+    want = subject.outputs(tokens, None, _all(tokens))
+    for seed in (2, 3):
+        rows = torch.cat((tokens, subject.tokens(1, pad, seed=seed)), 1)
+        mask = _all(rows)
+        mask[:, -pad:] = False
+        got = subject.outputs(rows, None, mask)[:, :-pad]
+        yield compared(
+            subject, got, want, "a right-padded sample gives what it gives alone",
+            remedy="mask padded keys in every layer",
+            fault=lambda rows=rows, mask=mask: first_difference(
+                subject,
+                lambda m: _after(subject.call(m, rows, None, mask), torch.arange(tokens.shape[1])),
+                lambda m: _none(subject.call(m, tokens, None, _all(tokens))),
+            ),
+        )  # fmt: skip
+
+
+@check("batch", "Do samples of other lengths in a batch change a sample?", "mask")
+def batch(subject: Subject) -> Iterator[Finding]:
+    """Three samples of different lengths, right-padded, against single calls."""
+    lengths = (subject.length, subject.length - 5, subject.length - 2)
+    rows = subject.tokens(3, subject.length, seed=4)
+    mask = torch.arange(subject.length)[None] < torch.tensor(lengths)[:, None]
+    got = subject.outputs(rows, None, mask)
+    for i, length in enumerate(lengths):
+        alone = subject.outputs(rows[i : i + 1, :length], None, mask[i : i + 1, :length])
+        yield compared(
+            subject, got[i : i + 1, :length], alone, f"sample {i + 1} of 3 gives what it gives alone",
+            remedy="let nothing of one sample (a maximum, a length, a table) reach another",
+        )  # fmt: skip
+
+
+@check("padding content", "Does what stands in padded places matter?", "mask")
+def padding_content(subject: Subject) -> Iterator[Finding]:
+    """The same left-padded sample with two different paddings: equal, and finite."""
+    pad, tokens = 4, subject.tokens(1, subject.length)
+    got = []
+    for seed in (5, 6):
+        rows = torch.cat((subject.tokens(1, pad, seed=seed), tokens), 1)
+        unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
+        mask = _all(rows)
+        mask[:, :pad] = False
+        got.append(subject.outputs(rows, None, mask)[:, pad:])
+    yield compared(subject, got[1], got[0], "two paddings give the same outputs", remedy="mask padded keys in every layer")
+
+
+@check("precision", "Do lower dtypes keep positions apart?", "positions", "casts")
+def precision(subject: Subject) -> Iterator[Finding]:
+    """A far shift in bfloat16 and float16 changes outputs by their own rounding, as a near one does."""
+    unless(not subject.is_relative, "only relative encodings are unmoved by a shift")
+    room = 1024 if subject.limit is None else min(1024, subject.limit - subject.length)
+    unless(room < 300, f"within {subject.limit} positions every dtype keeps them apart")
+    tokens, where = subject.tokens(1, subject.length), torch.arange(subject.length)[None]
+    exact = subject.outputs(tokens, where, _all(tokens))
+    for dtype in (torch.bfloat16, torch.float16):
+        module = copy.deepcopy(subject.copies[torch.float32])
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        with torch.no_grad():
+            try:
+                near, far = (subject.call(module, tokens, where + s, _all(tokens)) for s in (0, room))
+            except RuntimeError as error:
+                unless(True, f"it does not compute in {dtype}: {str(error).splitlines()[0]}")
+        own, moved = relative_error(near, exact), relative_error(far, exact)
+        bound = max(4 * own, subject.tolerance)
+        yield Finding(
+            f"{str(dtype)[6:]} at positions + {room} is as exact as near zero (difference {own:.1e})",
+            f"relative difference {moved:.1e}", "sound" if moved <= bound else "broken",
+            remedy="" if moved <= bound else "keep positions and angles in float32, cast cosines and sines at the end",
+            issue="" if moved <= bound else "huggingface/candle#3520",
+        )  # fmt: skip
+
+
+@check("order", "Does a bidirectional model see the order of tokens?", "bidirectional")
+def order(subject: Subject) -> Iterator[Finding]:
+    """Outputs of permuted tokens are not just the permuted outputs."""
+    tokens = subject.tokens(1, subject.length)
+    swap = torch.randperm(subject.length, generator=torch.Generator().manual_seed(7))
+    change = relative_error(subject.outputs(tokens[:, swap]), subject.outputs(tokens)[:, swap])
+    seen = change > SEEN * subject.tolerance
+    yield Finding(
+        "permuted tokens give other outputs", f"relative difference {change:.1e}", "sound" if seen else "broken",
+        remedy="" if seen else "no encoding of positions reaches attention: add one, or pass it on",
+    )  # fmt: skip
+
+
+@check("direction", "Does a bidirectional model tell past from future?", "bidirectional")
+def direction(subject: Subject) -> Iterator[Finding]:
+    """Outputs of reversed tokens are not just the reversed outputs."""
+    tokens = subject.tokens(1, subject.length)
+    change = relative_error(subject.outputs(tokens.flip(1)), subject.outputs(tokens).flip(1))
+    seen = change > SEEN * subject.tolerance
+    yield Finding(
+        "reversed tokens give other outputs", f"relative difference {change:.1e}", "sound" if seen else "broken",
+        remedy="" if seen else "scores are even in the offset: use sines, or a bias with a sign",
+    )  # fmt: skip
+
+
+def _all(tokens: Tensor) -> Tensor:
+    return torch.ones(tokens.shape[:2], dtype=torch.bool)
+
+
+def _none(_: Tensor) -> None:
+    return None
+
+
+def _after(_: Tensor, index: Tensor) -> Tensor:
+    return index

@@ -1,0 +1,112 @@
+"""Frequencies that a configuration declares, by our own formulas in float64, and a guess at what went wrong with others."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos.encodings import rope_frequencies
+from isopos.lengths import Dynamic, Extension, Linear, Llama3, LongRope, Yarn
+
+__all__ = ["attention_factor", "diagnosis", "frequencies", "rule"]
+
+KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope")
+EQUAL = 64 * torch.finfo(torch.float32).eps
+
+
+def rule(parameters: Mapping[str, Any], trained: int | None, length: int = 0) -> Extension | None:
+    """The rule for long sequences that rotary parameters declare, for calls of this length; None without one.
+
+    Args:
+        parameters: In transformers' names.
+        trained: ``max_position_embeddings``.
+        length: Positions of the call; dynamic and longrope go by it.
+
+    Raises:
+        ValueError: For an unknown type, or parameters that cannot be.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind not in KNOWN:
+        raise ValueError(f"rope_type: expected one of {', '.join(KNOWN)}, got {kind!r}")
+    original = parameters.get("original_max_position_embeddings") or trained or 0
+    factor = parameters.get("factor")
+    if factor is None and kind in ("yarn", "longrope"):
+        factor = (trained or original) / original
+    if kind in ("default", "proportional", "mrope") or not factor:
+        return None
+    if kind == "linear":
+        return Linear(factor)
+    if kind == "dynamic":
+        return Dynamic(max(1.0, length / (trained or length or 1)), trained, alpha=factor)
+    if kind == "llama3":
+        return Llama3(factor, original, fast=parameters["high_freq_factor"], slow=parameters["low_freq_factor"])
+    own = parameters.get("attention_factor")
+    if kind == "longrope":
+        rescale = parameters["long_factor" if length > original else "short_factor"]
+        return LongRope(max(1.0, factor), original, rescale=rescale, sharpness=own)
+    scale, whole = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if own is None and scale and whole:
+        own = _mscale(factor, scale) / _mscale(factor, whole)
+    fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    truncate = parameters.get("truncate", True)
+    return Yarn(factor, original, fast=fast, slow=slow, truncate=truncate, sharpness=own)
+
+
+def frequencies(parameters: Mapping[str, Any], features: int, trained: int | None, length: int = 0) -> Tensor:
+    """Declared frequencies ``[f]`` of `features` rotating features in radians a step, float64.
+
+    Examples:
+        >>> frequencies({"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}, 4, None).tolist()
+        [0.5, 0.05]
+    """
+    base = float(parameters["rope_theta"])
+    plain = rope_frequencies(features // 2, base)
+    if parameters.get("rope_type") == "proportional":
+        plain[int(parameters.get("partial_rotary_factor", 1.0) * features // 2) :] = 0
+        return plain / parameters.get("factor", 1.0)
+    extension = rule(parameters, trained, length)
+    return plain if extension is None else extension(plain[None, None])[0, 0]
+
+
+def attention_factor(parameters: Mapping[str, Any], trained: int | None) -> float:
+    """What the declared type multiplies cosines and sines by."""
+    extension = rule(parameters, trained)
+    return 1.0 if extension is None else extension.attention_factor
+
+
+def diagnosis(own: Tensor, parameters: Mapping[str, Any], features: int, trained: int | None) -> str:
+    """In words, what frequencies ``[f]`` are that are not the declared ones."""
+    own, declared = own.double().flatten(), frequencies(parameters, features, trained)
+    if len(own) != len(declared):
+        whole = rope_frequencies(len(own), float(parameters["rope_theta"]))
+        plain = " of the declared base" if _same(own, whole) else ""
+        return f"{2 * len(own)} features rotate{plain}, {features} are declared: the partial share or head size is wrong"
+    if not bool(own.isfinite().all()) or not bool(own.any()):
+        return "the table is not initialised"
+    for dtype in (torch.float16, torch.bfloat16):
+        if own.equal(declared.float().to(dtype).double()) or _same(own, declared, 1.1 * torch.finfo(dtype).eps):
+            return f"the declared frequencies, rounded to {str(dtype)[6:]}"
+    plain = frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)
+    if _same(own, plain):
+        return f"the scaling {parameters.get('rope_type')!r} is missing: these are the plain frequencies of its base"
+    if len(own) > 1 and bool((own > 0).all()):
+        base = float((own[0] / own[-1]) ** (len(own) / (len(own) - 1)))
+        if _same(own / own[0], rope_frequencies(len(own), base), 1e-3):
+            scaled = "" if abs(float(own[0]) - 1) < 1e-3 else f", divided by {float(1 / own[0]):.6g}"
+            return f"frequencies of base {base:.6g}{scaled}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        other = {**parameters, "factor": float(factor)}
+        if "factor" in parameters and _same(own, frequencies(other, features, trained)):
+            return f"the declared type with factor {factor}"
+    ratio = own / declared.where(declared > 0, 1)
+    return f"{float(ratio.min()):.4g} to {float(ratio.max()):.4g} times the declared frequencies"
+
+
+def _same(own: Tensor, other: Tensor, bound: float = EQUAL) -> bool:
+    return own.shape == other.shape and bool(((own - other).abs() <= bound * other.abs()).all())
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1

@@ -1,0 +1,87 @@
+"""A torch module with a call to try, as a subject."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isopos.audit.subject import Subject, relative_error
+
+__all__ = ["ModuleSubject"]
+
+NAMES = {
+    "positions": ("positions", "position_ids"),
+    "mask": ("mask", "attention_mask"),
+    "segments": ("segments", "segment_ids"),
+}
+ROTARY = ("rotary", "rope", "roform")
+
+
+class ModuleSubject(Subject):
+    """A torch module, whose calls may take positions, a mask or segments by these names."""
+
+    function: Callable[..., Tensor] | None
+    example: Tensor
+    names: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, call: Callable[..., Tensor] | None, example: Tensor | None, relative: bool | None,
+        causal: bool | None,
+    ) -> "ModuleSubject":  # fmt: skip
+        """The subject, after trying the call."""
+        if not isinstance(example, Tensor) or example.ndim not in (2, 3):
+            raise ValueError(
+                f"example: expected tokens [1 t] or features [1 t d] for {type(module).__name__}, got {example!r}"
+            )
+        parameters = inspect.signature(module.forward if call is None else call).parameters
+        names = {own: name for own, known in NAMES.items() for name in known if name in parameters}
+        rotary = any(word in type(child).__name__.lower() for child in module.modules() for word in ROTARY)
+        subject = cls(
+            module, type(module).__name__, is_relative=True if relative is None and rotary else relative,
+            encoding="rotary" if rotary else "unknown", length=max(12, min(24, example.shape[1])),
+        )  # fmt: skip
+        subject.function, subject.example, subject.names = call, example, names
+        given = set(names) - {"segments"} | ({"packing"} if "segments" in names else set())
+        if causal is None:
+            causal = subject.is_causal()
+        subject.abilities = frozenset({*given, "causal" if causal else "bidirectional", "casts"})
+        return subject
+
+    def tokens(self, rows: int, count: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(1 + seed)
+        if not self.example.is_floating_point():
+            return torch.randint(0, int(self.example.max()) + 1, (rows, count), generator=generator)
+        return torch.randn((rows, count, self.example.shape[-1]), generator=generator, dtype=torch.float64)
+
+    def call(
+        self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        given = {"positions": positions, "mask": mask, **more}
+        options = {self.names[own]: value for own, value in given.items() if value is not None and own in self.names}
+        if tokens.is_floating_point():
+            tokens = tokens.to(next((p.dtype for p in module.parameters()), tokens.dtype))
+        out = module(tokens, **options) if self.function is None else self.function(module, tokens, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != tokens.shape[:2]:
+            shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"call: expected outputs [b t v] for tokens {tuple(tokens.shape[:2])}, got {shape}")
+        return out
+
+    def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
+        segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        with torch.no_grad():
+            mask = torch.ones_like(segments, dtype=torch.bool) if masked else None
+            return self.call(self.exact, tokens, positions, mask, segments=segments)
+
+    def is_causal(self) -> bool:
+        """Whether a change of the last token leaves all outputs before it."""
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        with torch.no_grad():
+            made = self.exact
+            got, want = (self.call(made, a)[:, :-1] for a in (changed, tokens))
+        return relative_error(got, want) < 1e-6

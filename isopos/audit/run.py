@@ -1,0 +1,141 @@
+"""`audit`: all checks on a model, as a report."""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from isopos.audit.checks import CHECKS
+from isopos.audit.report import Report, Unmeasured, merged
+from isopos.audit.subject import Skip, Subject
+
+__all__ = ["audit", "audited"]
+
+FILES = ("tables", "calls", "streams", "learning")
+for _file in FILES:
+    importlib.import_module(f"isopos.audit.{_file}")
+
+
+def audit(
+    model: Any,
+    call: Callable[..., Tensor] | None = None,
+    example: Tensor | None = None,
+    *,
+    relative: bool | None = None,
+    causal: bool | None = None,
+    checks: Iterable[str] | None = None,
+) -> Report:
+    """Measure whether the positions of a model are sound. The model is not changed; no remote code, no network.
+
+    Args:
+        model: A model of transformers, a folder with its config.json (random weights where it has none), a torch module,
+            or a `Subject`.
+        call: For a torch module: ``call(module, tokens, positions=..., mask=..., segments=...)`` with any of the last three,
+            each ``[b t]``, -> outputs ``[b t v]``. By default ``module(tokens, ...)`` with those names in its signature.
+        example: For a torch module: tokens ``[1 t]`` or features ``[1 t d]`` like which others are made.
+        relative: For a torch module: whether a shift of all positions must not be seen. By default true where a submodule
+            is rotary by name.
+        causal: For a torch module: whether later tokens must not be seen; measured by default.
+        checks: Names of checks; all by default.
+
+    Returns:
+        A report: ``report.sound``, ``report.findings``, ``report.unmeasured``, ``print(report)``.
+
+    Raises:
+        TypeError: For another kind of model.
+        ValueError: For a folder that cannot be read, an unknown check, or a call whose outputs are not ``[b t v]``.
+
+    Examples:
+        >>> import isopos, torch
+        >>> scheme = isopos.rope(8, 2, attention="softmax")
+        >>> layer = isopos.Attention(16, scheme)
+        >>> def call(layer, x, positions=None, mask=None):
+        ...     positions = torch.arange(x.shape[1]) if positions is None else positions
+        ...     return layer(x, scheme.at(positions[..., None]), causal=True, mask=mask)
+        >>> audit(layer, call, torch.randn(1, 12, 16), relative=True).sound
+        True
+    """
+    names = list(CHECKS if checks is None else checks)
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
+    name, parts = _subjects(model, call, example, relative, causal)
+    reports = [(part, _report(subject, names)) for part, subject in parts]
+    return reports[0][1] if len(reports) == 1 else merged(name, reports)
+
+
+def audited(text: str, checks: Iterable[str] | None = None) -> Report:
+    """Audit what the command line names: a folder, or MODULE:FUNCTION that makes a model or the arguments of `audit`."""
+    if Path(text).is_dir():
+        return audit(text, checks=checks)
+    name, _, attribute = text.partition(":")
+    if not attribute:
+        raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {text!r}")
+    from isopos.catalog import own_module
+
+    module = own_module(name, "model")
+    if not callable(made := getattr(module, attribute, None)):
+        raise ValueError(f"model: expected {name} to have a function {attribute}, got {made!r}")
+    made = made()
+    if isinstance(made, dict):
+        return audit(**made, checks=checks)
+    return (
+        audit(*made[:3], **dict(zip(("relative", "causal"), made[3:], strict=False)), checks=checks)
+        if isinstance(made, tuple)
+        else audit(made, checks=checks)
+    )
+
+
+def _subjects(
+    model: Any, call: Any, example: Any, relative: bool | None, causal: bool | None
+) -> tuple[str, list[tuple[str, Subject]]]:
+    """The name of a model, and its parts."""
+    if isinstance(model, Subject):
+        return model.name, [("", model)]
+    if isinstance(model, (str, Path)):
+        from isopos.integrations.transformers import audited as theirs
+
+        return str(model), theirs.subjects(theirs.loaded(Path(model)), str(model))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a folder, a model of transformers or a torch module, got {type(model).__name__}")
+    if hasattr(model, "config") and hasattr(model, "save_pretrained") and call is None:
+        from isopos.integrations.transformers import audited as theirs
+
+        return type(model).__name__, theirs.subjects(model, type(model).__name__)
+    from isopos.audit.modules import ModuleSubject
+
+    return type(model).__name__, [("", ModuleSubject.of(model, call, example, relative, causal))]
+
+
+def _report(subject: Subject, names: Iterable[str]) -> Report:
+    """All checks of one subject; what raises an exception is not measured."""
+    results, unmeasured = [], []
+    with warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        for check in (CHECKS[name] for name in names):
+            if reason := check.reason(subject):
+                unmeasured.append(Unmeasured(check.name, reason, failed=False))
+                continue
+            try:
+                for finding in check.run(subject):
+                    results.append(finding)
+            except Skip as skip:
+                unmeasured.append(Unmeasured(check.name, str(skip), failed=False))
+            except Exception as error:  # whatever the model's own code does
+                what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                unmeasured.append(Unmeasured(check.name, what, failed=True))
+    return Report(subject.name, tuple(results), tuple(unmeasured))
+
+
+class _quiet:
+    """No messages of the model's library while it is called in unusual ways."""
+
+    def __enter__(self) -> None:
+        self.before = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        logging.disable(self.before)

@@ -1,0 +1,102 @@
+"""Checks of decoding: token by token, in chunks, with a static cache, with beams, by generate; and of packed batches."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from isopos.audit.checks import check, compared, first_difference, unless
+from isopos.audit.report import Finding
+from isopos.audit.subject import Subject, relative_error
+
+__all__: list[str] = []
+
+STALE = "give a chunk the positions that follow the cache's, and its convolutions and states what came before"
+
+
+@check("decoding", "Does token by token equal the whole?", "cache", "causal")
+def decoding(subject: Subject) -> Iterator[Finding]:
+    """Through a cache that grows, the model counting positions."""
+    yield from _streamed(subject, [1] * subject.length, "tokens decoded one by one give what the whole gives")
+
+
+@check("chunked prefill", "Do chunks equal the whole?", "cache", "causal")
+def chunked_prefill(subject: Subject) -> Iterator[Finding]:
+    """Chunks of different lengths through a cache that grows."""
+    lengths = [5, 3, subject.length - 8]
+    yield from _streamed(subject, lengths, f"chunks of {lengths} tokens give what the whole gives")
+
+
+@check("static cache", "Does a cache of fixed size equal the whole?", "static", "causal")
+def static_cache(subject: Subject) -> Iterator[Finding]:
+    """A prompt, then single tokens, in a cache with room to spare."""
+    lengths = [5] + [1] * (subject.length - 5)
+    yield from _streamed(subject, lengths, "a static cache gives what the whole gives", "static")
+
+
+@check("beam reorder", "Do reordered beams keep their positions?", "cache", "causal")
+def beam_reorder(subject: Subject) -> Iterator[Finding]:
+    """Two rows whose cache is exchanged before the last chunk."""
+    cut = subject.length - 4
+    rows, more = subject.tokens(2, cut), subject.tokens(2, 4, seed=3)
+    order = torch.tensor([1, 0])
+    got = subject.stream([rows, more], order=order)[:, cut:]
+    want = subject.outputs(torch.cat((rows[order], more), 1))[:, cut:]
+    yield compared(
+        subject, got, want, "exchanged rows go on where they were", slack=2, remedy="reorder all that a cache keeps"
+    )
+
+
+@check("generation", "Does a left-padded batch generate what samples generate alone?", "generate", "causal")
+def generation(subject: Subject) -> Iterator[Finding]:
+    """Logits of greedy steps of `generate`, which counts positions itself."""
+    count, pad = 4, 3
+    unless(subject.limit is not None and subject.length + count > subject.limit, f"it has {subject.limit} positions only")
+    rows = subject.tokens(2, subject.length, seed=8)
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    mask[1, :pad] = False
+    got = subject.generated(rows, mask, count)
+    alone = [subject.generated(rows[:1], mask[:1], count), subject.generated(rows[1:, pad:], mask[1:, pad:], count)]
+    yield compared(
+        subject, got, torch.cat(alone), "a left-padded batch has the logits of its samples alone", slack=2,
+        remedy="count positions from the mask, for each sample, at the prompt and at each step",
+        issue="unslothai/unsloth#3699",
+    )  # fmt: skip
+
+
+@check("packing", "Does a packed batch equal its parts?", "packing", "causal")
+def packing(subject: Subject) -> Iterator[Finding]:
+    """Three samples in one row, told apart by positions that restart, against single calls; names the layer that leaks."""
+    lengths = [4, 3, subject.length - 7]
+    tokens = subject.tokens(1, subject.length)
+    parts = tokens.split(lengths, 1)
+    want = torch.cat([subject.outputs(part) for part in parts], 1)
+    got = subject.packed(tokens, lengths)
+
+    def place() -> str:
+        last = torch.arange(subject.length - lengths[-1], subject.length)
+        return first_difference(
+            subject, lambda _: (subject.packed(tokens, lengths), last)[1], lambda m: (subject.call(m, parts[-1]), None)[1]
+        )
+
+    whole = compared(
+        subject, got, want, "samples in one row, positions restarting, give what they give alone",
+        remedy="pass sample boundaries (cu_seqlens, seq_idx, a block mask) to every layer that mixes tokens",
+        issue="huggingface/transformers#46093", fault=place,
+    )  # fmt: skip
+    yield whole
+    if whole.severity == "sound" and "mask" in subject.abilities:
+        error = relative_error(subject.packed(tokens, lengths, masked=True), want)
+        sound = error <= subject.tolerance
+        yield Finding(
+            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", "sound" if sound else "risk",
+            remedy="" if sound else "give packed batches no mask: with one, samples see each other, silently",
+            issue="" if sound else "huggingface/transformers#46634",
+        )  # fmt: skip
+
+
+def _streamed(subject: Subject, lengths: Sequence[int], says: str, kind: str = "dynamic") -> Iterator[Finding]:
+    tokens = subject.tokens(2, subject.length)
+    got, want = subject.stream(tokens.split(list(lengths), 1), kind), subject.outputs(tokens)
+    error = (got.double() - want.double()).abs().amax((0, 2)) / want.abs().max()
+    from_here = int((error > 2 * subject.tolerance).long().argmax())
+    yield compared(subject, got, want, says, slack=2, remedy=STALE, fault=lambda: f"from token {from_here} on")

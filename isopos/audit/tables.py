@@ -1,0 +1,201 @@
+"""Checks of rotary tables against what the configuration declares: now, after casts, far away, in any order of calls."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from isopos.audit import declared
+from isopos.audit.checks import check, unless
+from isopos.audit.report import Finding
+from isopos.audit.subject import Rotary, Skip, Subject, relative_error
+
+__all__: list[str] = []
+
+FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
+CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
+
+
+def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
+    """Rotary modules with their declared frequencies ``[f]``."""
+    found, reasons = [], []
+    for rotary in subject.rotary(subject.module):
+        if rotary.features is None:
+            reasons.append(f"{rotary.name}: the configuration does not say how many features rotate")
+            continue
+        try:
+            found.append((rotary, declared.frequencies(rotary.parameters, rotary.features, rotary.trained)))
+        except (ValueError, KeyError) as error:
+            reasons.append(f"{rotary.name}: {error}")
+    unless(not found, "; ".join(reasons) or "no rotary module with declared parameters was found")
+    return found
+
+
+@check("frequencies", "Are the frequencies those that the configuration declares?")
+def frequencies(subject: Subject) -> Iterator[Finding]:
+    """Base, type, factor, trained length and partial share, as the module's own table has them now."""
+    for rotary, want in _declared(subject):
+        if rotary.frequencies is not None:
+            yield _equal(rotary, rotary.frequencies, want)
+
+
+def _equal(rotary: Rotary, own: Tensor, want: Tensor) -> Finding:
+    says = f"{rotary.parameters.get('rope_type')} frequencies of base {float(rotary.parameters['rope_theta']):g}"
+    own = own.detach().double().cpu().flatten()
+    if own.shape == want.shape and bool(((own - want).abs() <= declared.EQUAL * want.abs()).all()):
+        return Finding(says, f"the same within {_worst(own, want):.0e}", "sound", rotary.name)
+    what = declared.diagnosis(own, rotary.parameters, rotary.features or 0, rotary.trained)
+    issue = "unslothai/unsloth#6907" if "missing" in what else "NVIDIA-NeMo/Automodel#2549" if "rounded" in what else ""
+    issue = "deepspeedai/DeepSpeed#8345" if what.startswith("frequencies of base") else issue
+    remedy = CAST if "rounded" in what else "build the table from the configuration's rotary parameters"
+    return Finding(says, what, "broken", rotary.name, remedy, issue)
+
+
+def _worst(own: Tensor, want: Tensor) -> float:
+    return float(((own - want).abs() / want.abs().clamp_min(1e-30)).max())
+
+
+@check("attention factor", "Are cosines and sines scaled as declared?")
+def attention_factor(subject: Subject) -> Iterator[Finding]:
+    """yarn and longrope sharpen logits by the square of a factor."""
+    for rotary, _ in _declared(subject):
+        want = declared.attention_factor(rotary.parameters, rotary.trained)
+        own = rotary.attention_factor
+        sound = abs(own - want) <= 1e-6 * want
+        remedy = "" if sound else "multiply cosines and sines by the factor of the declared type"
+        yield Finding(f"factor {want:.6g}", f"{own:.6g}", "sound" if sound else "broken", rotary.name, remedy)
+
+
+@check("tables", "Are cosines and sines those of the frequencies, far away and in lower dtypes?")
+def tables(subject: Subject) -> Iterator[Finding]:
+    """Within the rounding of float32 angles and of the dtype; positions up to the declared maximum."""
+    for rotary, _ in _declared(subject):
+        if rotary.tables is None:
+            continue
+        most = _within(rotary)
+        x = torch.tensor([[a for a in FAR if a < most] + [most - 1]])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield _table(rotary, x, dtype, copy.deepcopy(rotary.module))
+
+
+def _within(rotary: Rotary) -> int:
+    """Positions that plain calls may have: those for which dynamic rules do not start."""
+    original = rotary.parameters.get("original_max_position_embeddings") or rotary.trained or FAR[-1]
+    return min(original, rotary.trained or original)
+
+
+def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
+    """A finding that a table of dtype at positions x ``[1 t]`` is right; where it is not, at which position first."""
+    assert rotary.tables is not None
+    want_w = declared.frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
+    factor = declared.attention_factor(rotary.parameters, rotary.trained)
+    angle = x[0].double()[:, None] * want_w
+    want = torch.stack((angle.cos(), angle.sin())) * factor
+    with torch.no_grad():
+        own = torch.stack(rotary.tables(module, x, dtype)).double()[:, 0]
+    own = _columns(own, want)
+    says = f"cosines and sines in {str(dtype)[6:]} up to position {int(x.max())}{how}"
+    if own is None:
+        return Finding(says, "a table of another width than the declared frequencies", "broken", rotary.name)
+    single = torch.finfo(torch.float32).eps
+    bound = factor * (2 * torch.finfo(dtype).eps + 8 * declared.EQUAL / 64 * (1 + angle.abs().amax(-1))) + 64 * single
+    error = (own - want).abs().amax((0, 2))
+    if bool((error <= bound).all()):
+        return Finding(says, f"error {float(error.max()):.1e}", "sound", rotary.name)
+    bad = int((error > bound).long().argmax())
+    where = f"{rotary.name}, position {int(x[0, bad])}"
+    remedy = "compute positions times frequencies in float32 outside autocast, cast cosines and sines at the end"
+    return Finding(says, f"error {float(error[bad]):.1e}", "broken", where, remedy, "huggingface/candle#3520")
+
+
+def _columns(own: Tensor, want: Tensor) -> Tensor | None:
+    """Tables ``[2 t d]`` as columns of frequencies ``[2 t f]``, whichever layout fits best."""
+    f = want.shape[-1]
+    if own.shape[-1] == f:
+        return own
+    if own.shape[-1] != 2 * f:
+        return None
+    layouts = [(own[..., :f], own[..., f:]), (own[..., ::2], own[..., 1::2])]
+    pick = min(layouts, key=lambda two: float((two[0] - want).abs().max()))
+    first, second = ((a - want).abs().max() for a in pick)
+    return pick[int(second > first)]
+
+
+@check("autocast", "Does autocast round the angles?")
+def autocast(subject: Subject) -> Iterator[Finding]:
+    """Tables of float32 activations under bfloat16 autocast."""
+    for rotary, _ in _declared(subject):
+        if rotary.tables is None:
+            continue
+        most = min(_within(rotary), 4096)
+        x = torch.tensor([[0, 1, most // 3, most - 1]])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            yield _table(rotary, x, torch.float32, copy.deepcopy(rotary.module), " under autocast")
+
+
+@check("order of calls", "Does a longer call change what a shorter one gives after it?")
+def order_of_calls(subject: Subject) -> Iterator[Finding]:
+    """Tables of a fresh copy against those of one that saw longer positions, also between trained length and the longest."""
+    for rotary, _ in _declared(subject):
+        if rotary.tables is None:
+            continue
+        trained = rotary.trained or 512
+        for short, long in ((min(64, trained), 4 * trained), (2 * trained, 4 * trained)):
+            x = _some(short)
+            with torch.no_grad():
+                fresh = rotary.tables(copy.deepcopy(rotary.module), x, torch.float32)
+                used = copy.deepcopy(rotary.module)
+                rotary.tables(used, _some(long), torch.float32)
+                after = rotary.tables(used, x, torch.float32)
+            error = max(relative_error(a, b) for a, b in zip(after, fresh, strict=True))
+            sound = error <= declared.EQUAL
+            yield Finding(
+                f"a call of {short} positions is the same before and after one of {long}", f"difference {error:.1e}",
+                "sound" if sound else "broken", rotary.name,
+                "" if sound else "compute frequencies from the length of the call alone, keep no table of another call",
+                "" if sound else "huggingface/transformers#25306",
+            )  # fmt: skip
+
+
+def _some(count: int) -> Tensor:
+    """Positions 0 to count - 1 ``[1 t]``; of very many, the first and the last."""
+    return torch.arange(count)[None] if count <= 4096 else torch.tensor([[*range(64), *range(count - 64, count)]])
+
+
+@check("saving", "Does a saved model have the same tables again?", "save")
+def saving(subject: Subject) -> Iterator[Finding]:
+    """save_pretrained, then from_pretrained."""
+    before = {a.name: a for a in subject.rotary(subject.module) if a.frequencies is not None}
+    unless(not before, "no rotary module was found")
+    after = {a.name: a for a in subject.rotary(subject.loaded_again())}
+    for name, rotary in before.items():
+        own, again = rotary.frequencies, after[name].frequencies if name in after else None
+        assert own is not None
+        same = again is not None and own.shape == again.shape and relative_error(again, own) <= declared.EQUAL
+        factors = (rotary.attention_factor, after[name].attention_factor if name in after else None)
+        sound = same and factors[0] == factors[1]
+        yield Finding(
+            "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others",
+            "sound" if sound else "broken", name,
+            "" if sound else "write what the table is built from into the configuration, before the model is built",
+            "" if sound else "MakazhanAlpamys/Soup#793",
+        )  # fmt: skip
+
+
+@check("casts", "Does casting the whole module round the frequencies?")
+def casts(subject: Subject) -> Iterator[Finding]:
+    """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the model as it stands."""
+    for rotary, want in _declared(subject):
+        if rotary.frequencies is None or rotary.refetch is None:
+            continue
+        if not _equal(rotary, rotary.frequencies, want).severity == "sound":
+            raise Skip("its frequencies are wrong before any cast")
+        for dtype in (torch.bfloat16, torch.float16):
+            own = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
+            sound = own.shape == want.shape and bool(((own - want).abs() <= declared.EQUAL * want.abs()).all())
+            yield Finding(
+                f"frequencies stay exact in .to({dtype})", "they do" if sound else f"rounded by {_worst(own, want):.0e}",
+                "sound" if sound else "risk", rotary.name, "" if sound else CAST,
+                "" if sound else "NVIDIA-NeMo/Automodel#2549",
+            )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Models of transformers as subjects of an audit: by structure and signature, not by name."""
+
+import copy
+import inspect
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isopos.audit.subject import Rotary, Subject, relative_error
+
+__all__ = ["TransformersSubject", "loaded", "subjects"]
+
+TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
+FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a folder, without remote code or network; with random weights where the folder has none.
+
+    Raises:
+        ValueError: For a folder without config.json, or whose model transformers does not know.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model: expected a folder with config.json, got {folder}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"model: transformers does not read {folder}: {str(error).splitlines()[0]}") from None
+    cls: Any = getattr(transformers, (config.architectures or [""])[0], None) or _class_of(transformers, config)
+    if any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
+        return cls.from_pretrained(folder, local_files_only=True, dtype=config.dtype or torch.float32)
+    torch.manual_seed(0)
+    return cls._from_config(config)
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
+        known = getattr(transformers, auto)._model_mapping
+        if type(config) in known:
+            found = known[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ValueError(f"model: expected one that transformers has, got model_type {config.model_type!r}")
+
+
+def subjects(model: Any, name: str) -> list[tuple[str, Subject]]:
+    """The parts of a model, by name: one, or encoder and decoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return [("", TransformersSubject.of(model, name))]
+    encoder = TransformersSubject.of(model.get_encoder(), name, part="encoder", config=model.config)
+    return [("encoder", encoder), ("decoder", TransformersSubject.of(model, name, part="decoder"))]
+
+
+class TransformersSubject(Subject):
+    """A model of transformers, or the encoder or decoder of one."""
+
+    config: Any
+    part: str = ""
+    vocabulary: Tensor
+    accepts: frozenset[str]
+
+    @classmethod
+    def of(cls, model: Any, name: str, part: str = "", config: Any = None) -> "TransformersSubject":
+        """The subject, with what its signature and structure say."""
+        config = config or model.config
+        text = config.get_text_config(decoder=part != "encoder")
+        subject = cls(model, name, heads=getattr(text, "num_attention_heads", None))
+        subject.config, subject.part = text, part
+        subject.accepts = frozenset(_signature(model) | _signature(getattr(model, "base_model", model)))
+        subject.vocabulary = _ordinary(text)
+        subject.encoding, subject.is_relative = _encoding(model, text)
+        subject.limit = _limit(model, text, subject.encoding)
+        if subject.limit is not None and subject.limit < 2 * subject.length:
+            subject.length = max(8, subject.limit // 2)
+        subject.abilities = subject._abilities()
+        return subject
+
+    def _abilities(self) -> frozenset[str]:
+        found = {"casts"}
+        if self.takes("mask") in self.accepts:
+            found.add("mask")
+        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
+            found.add("positions")
+        causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
+        found.add("causal" if causal else "bidirectional")
+        if causal and "positions" in found:
+            found.add("packing")
+        if causal and self._cache_name() and hasattr(self.module, "generate"):
+            found.add("cache")
+        if causal and self.part == "" and getattr(self.module, "can_generate", bool)():
+            found.add("generate")
+        if "cache" in found and self.part == "" and getattr(type(self.module), "_can_compile_fullgraph", False):
+            found.add("static")
+        if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
+            found.add("save")
+        return frozenset(found)
+
+    def takes(self, what: str) -> str:
+        """The name of an argument of the model."""
+        names = {"mask": "attention_mask", "tokens": "input_ids"}
+        return ("decoder_" if self.part == "decoder" else "") + names[what]
+
+    def _cache_name(self) -> str | None:
+        return next((name for name in ("past_key_values", "cache_params") if name in self.accepts), None)
+
+    def _is_causal(self) -> bool:
+        """Declared by a language model's head, or measured."""
+        head = type(self.module).__name__
+        if head.endswith(("ForCausalLM", "LMHeadModel")) and getattr(self.config, "is_decoder", None) is not False:
+            return True
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        with torch.no_grad():
+            return relative_error(self.call(self.exact, changed)[:, :-1], self.call(self.exact, tokens)[:, :-1]) < 1e-6
+
+    def prepared(self, made: nn.Module) -> nn.Module:
+        """Experts by plain products, which know float64."""
+        if hasattr(made, "set_experts_implementation"):
+            made.set_experts_implementation("eager")
+        return made
+
+    def tokens(self, rows: int, count: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(1 + seed)
+        return self.vocabulary[torch.randint(len(self.vocabulary), (rows, count), generator=generator)]
+
+    def call(
+        self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        options: dict[str, Any] = {self.takes("tokens"): tokens, **more}
+        if self.part == "decoder":
+            options["input_ids"] = self.tokens(1, 7, seed=11).expand(len(tokens), -1)
+        if positions is not None and "positions" in self.abilities:
+            options["position_ids"] = positions
+        if mask is not None and self.takes("mask") in self.accepts:
+            options[self.takes("mask")] = mask.long()
+        if "use_cache" in self.accepts:
+            options.setdefault("use_cache", False)
+        return _outputs(module(**options))
+
+    def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        with torch.no_grad():
+            mask = torch.ones_like(positions, dtype=torch.bool) if masked else None
+            return self.call(self.exact, tokens, positions, mask)
+
+    def stream(self, chunks: Sequence[Tensor], kind: str = "dynamic", order: Tensor | None = None) -> Tensor:
+        from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+        config = copy.deepcopy(self.config)
+        count = sum(chunk.shape[1] for chunk in chunks)
+        cache: Any = DynamicCache(config=config)
+        if kind == "static":
+            cache = StaticCache(config=config, max_cache_len=count + 4)
+        if self.part == "decoder":
+            cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        name, outputs = self._cache_name(), []
+        assert name is not None
+        for i, chunk in enumerate(chunks):
+            if order is not None and i == len(chunks) - 1:
+                cache.reorder_cache(order)
+            with torch.no_grad():
+                outputs.append(self.call(self.exact, chunk, use_cache=True, **{name: cache}))
+        return torch.cat(outputs, 1)
+
+    def generated(self, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(
+            max_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=int(self.vocabulary[0]), eos_token_id=None,
+            bos_token_id=None, output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+        model: Any = self.exact
+        model.generation_config = settings
+        out = model.generate(input_ids=tokens, attention_mask=mask.long(), generation_config=settings)
+        return torch.stack(out.logits, 1)
+
+    def rotary(self, module: nn.Module) -> list[Rotary]:
+        found = []
+        for name, child in module.named_modules():
+            for buffer, values in child.named_buffers(recurse=False):
+                if (match := FREQUENCIES.match(buffer)) and "original" not in buffer and "long" not in buffer:
+                    found += self._rotary(name, child, match["kind"], values)
+        return found
+
+    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
+        config: Any = getattr(child, "config", None) or self.config
+        parameters = getattr(config, "rope_parameters", None)
+        if kind is not None and isinstance(parameters, Mapping):
+            parameters = parameters.get(kind)
+        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+            return []
+        buffer = f"{kind}_inv_freq" if kind else "inv_freq"
+        factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
+        return [
+            Rotary(
+                f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
+                getattr(config, "max_position_embeddings", None), values, float(factor),
+                lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
+            )
+        ]  # fmt: skip
+
+    def loaded_again(self) -> nn.Module:
+        from transformers.utils import logging
+
+        with tempfile.TemporaryDirectory() as folder:
+            model: Any = self.module
+            logging.disable_progress_bar()
+            model.save_pretrained(folder)
+            return type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
+
+
+def _signature(model: Any) -> set[str]:
+    return {*inspect.signature(model.forward).parameters}
+
+
+def _outputs(out: Any) -> Tensor:
+    """Logits, or features of the last layer, ``[b t v]``."""
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(out, name, None), Tensor) and found.ndim == 3:
+            return found
+    return out[0]
+
+
+def _ordinary(config: Any) -> Tensor:
+    """Tokens without a special meaning."""
+    names = [name for name in dir(config) if name.endswith(("_token_id", "_token_index"))]
+    values = [_get(config, name) for name in names]
+    special = {i for value in values for i in (value if isinstance(value, list) else [value])}
+    return torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in special])
+
+
+def _get(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name)
+    except Exception:  # properties of configurations may raise
+        return None
+
+
+def _encoding(model: Any, config: Any) -> tuple[str, bool | None]:
+    """How positions enter a model, and whether that is relative; as far as its modules tell."""
+    tables = [name for name, a in model.named_modules() if TABLE.search(name) and "Rotary" not in type(a).__name__]
+    if config.model_type == "roformer":
+        return "rotary", True
+    if tables:
+        return f"absolute table {tables[0]}", False
+    if _get(config, "alibi") or config.model_type in ("bloom", "mpt"):
+        return "ALiBi", True
+    buffers = any(FREQUENCIES.match(name.rpartition(".")[2]) for name, _ in model.named_buffers())
+    if buffers or getattr(config, "rotary_dim", None) or any("Rotary" in type(a).__name__ for a in model.modules()):
+        return "rotary", True
+    if any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()):
+        return "relative bias", True
+    return "unknown", None
+
+
+def _limit(model: Any, config: Any, encoding: str) -> int | None:
+    """Positions that calls may have without a table's end or a dynamic rule being reached."""
+    most = _get(config, "max_position_embeddings") or _get(config, "n_positions")
+    if encoding.startswith("absolute"):
+        table = dict(model.named_modules())[encoding.removeprefix("absolute table ")]
+        padding = getattr(table, "padding_idx", None)
+        first = max(0 if padding is None else padding + 1, getattr(table, "offset", 0))
+        most = table.num_embeddings - first if isinstance(table, nn.Embedding) else most
+    parameters = _get(config, "rope_parameters") or {}
+    nested = [a for a in parameters.values() if isinstance(a, Mapping)] or [parameters]
+    trained = [a["original_max_position_embeddings"] for a in nested if a.get("original_max_position_embeddings")]
+    known = [n for n in (most, *trained) if isinstance(n, int) and n > 0]
+    return min(known) if known else None
+
+
+def _rotating(config: Any, parameters: Mapping[str, Any]) -> int | None:
+    """Features of a head that rotate, as declared."""
+    size = _get(config, "qk_rope_head_dim") or _get(config, "head_dim")
+    size = size or (config.hidden_size // config.num_attention_heads if _get(config, "num_attention_heads") else None)
+    if size is None or parameters.get("rope_type") == "proportional":
+        return size
+    share = parameters.get("partial_rotary_factor") or 1.0
+    return 2 * -(-int(size * share) // 2)
+
+
+def _tables(
+    module: Any, x: Tensor, dtype: torch.dtype, kind: str | None, parameters: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[b t d]`` of a rotary module at positions ``[b t]``."""
+    positions = x.expand(3, *x.shape) if "mrope_section" in parameters else x
+    options = {"layer_type": kind} if kind else {}
+    out = module(torch.zeros(*x.shape, 1, dtype=dtype), positions, **options)
+    if isinstance(out, Tensor):  # complex numbers
+        return out.real, out.imag
+    cos, sin = (a if a.ndim == 3 else a.reshape(*x.shape, -1) for a in out)
+    return cos, sin

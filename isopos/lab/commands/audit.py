@@ -1,0 +1,49 @@
+"""`isopos audit`."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from isopos.lab.commands.check import UNMEASURED
+from isopos.lab.runs.files import printable
+
+__all__ = ["Options", "run"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure whether the positions of a model are sound: a model of transformers (extra hf) or a torch module.
+
+    Exits with 0 where they are, with 1 where something is broken, and with 3 where a check fails or none applies.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A folder with config.json, or MODULE:FUNCTION that makes a model, or a tuple (module, call, example)."""
+    checks: str = ""  # Names of checks, separated by commas; all by default.
+    json: bool = False  # Print JSON in place of a table.
+
+
+def run(options: Options, console: Console) -> int:
+    """Print the report."""
+    from isopos.audit import audited
+    from isopos.laws.checks import raised_at
+
+    try:
+        report = audited(options.model, [name.strip() for name in options.checks.split(",")] if options.checks else None)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError('model: this needs transformers: pip install "isopos[hf]"') from None
+    except Exception as error:
+        if not (where := raised_at(error)) or isinstance(error, OSError):
+            raise  # an answer of ours
+        print(printable(f"{options.model}: could not be measured: {type(error).__name__}: {error}{where}"))
+        return UNMEASURED
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        report.show(console)
+    return report.status

@@ -1,0 +1,507 @@
+"""Faults of the field as small patches of tiny models, each with its public source; the audit names every one.
+
+`LAYERS` are faults of a torch layer, `MODELS` of models of transformers. A fault may trip more checks than the one it is
+listed with. `SOUND` are models of transformers 5 in which nothing is broken.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, its public source, the check that names it, and words of what that check measured."""
+
+    name: str
+    source: str
+    check: str
+    make: Callable[[], Any]
+    words: str = ""
+
+
+class Rope(nn.Module):
+    """Softmax attention with rotary positions in half layout: features ``[b t d]`` to ``[b t d]``."""
+
+    causal, heads, size, needs_learning = True, 2, 8, False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        width = self.heads * self.size
+        self.qkv = nn.Parameter(torch.randn(3, width, width) * 2 / width**0.5)
+        frequency = 100.0 ** (-torch.arange(self.size // 2) / (self.size // 2))
+        if self.needs_learning:
+            self.frequency = nn.Parameter(frequency.expand(self.heads, -1).clone())
+        else:
+            self.register_buffer("frequency", frequency[None])
+
+    def forward(self, x, positions=None, mask=None, segments=None):
+        b, t, _ = x.shape
+        positions = torch.arange(t)[None].expand(b, t) if positions is None else positions
+        segments = torch.zeros(b, t, dtype=torch.int64) if segments is None else segments
+        q, k, v = (self.mixed(x, segments) @ w for w in self.qkv)
+        q, k, v = (a.unflatten(-1, (self.heads, -1)).transpose(1, 2) for a in (q, k, v))
+        angle = self.angles(positions, x, mask)
+        scores = self.rotated(q, angle) @ self.rotated_key(k, angle).mT / self.size**0.5
+        return x + self.weighted(scores, self.allowed(b, t, mask, segments), v).transpose(1, 2).flatten(2)
+
+    def mixed(self, x, segments):
+        return x
+
+    def angles(self, positions, x, mask):
+        """Angles ``[b h t f]``."""
+        return positions[:, None, :, None].to(torch.float64) * self.frequency[:, None].double()
+
+    def rotated(self, x, angle):
+        cos, sin = (a.to(x.dtype) for a in (angle.cos(), angle.sin()))
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+    def rotated_key(self, k, angle):
+        return self.rotated(k, angle)
+
+    def allowed(self, b, t, mask, segments):
+        pairs = segments[:, None, :, None] == segments[:, None, None]
+        pairs = pairs & torch.ones(t, t, dtype=torch.bool).tril() if self.causal else pairs
+        return pairs if mask is None else pairs & (mask[:, None, None] | torch.eye(t, dtype=torch.bool))
+
+    def weighted(self, scores, allowed, v):
+        return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
+class FirstSamplesPositions(Rope):
+    def angles(self, positions, x, mask):
+        return super().angles(positions[:1].expand_as(positions), x, mask)
+
+
+class InterleavedTable(Rope):
+    """The table repeats each angle twice in a row, the rotation pairs halves."""
+
+    def rotated(self, x, angle):
+        angle = angle.repeat_interleave(2, -1)
+        turned = torch.cat((-x[..., self.size // 2 :], x[..., : self.size // 2]), -1)
+        return x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)
+
+
+class KeysUnrotated(Rope):
+    def rotated_key(self, k, angle):
+        return k
+
+
+class LowPositions(Rope):
+    def angles(self, positions, x, mask):
+        return super().angles(positions.to(x.dtype), x, mask)
+
+
+class ShortTable(Rope):
+    def angles(self, positions, x, mask):
+        return super().angles(positions.clamp_max(31), x, mask)
+
+
+class PositionsIgnored(Rope):
+    def angles(self, positions, x, mask):
+        return super().angles(torch.arange(x.shape[1])[None].expand(len(x), -1), x, mask)
+
+
+class LongestOfTheBatch(Rope):
+    """Frequencies go by the longest sample of a batch."""
+
+    def angles(self, positions, x, mask):
+        longest = x.shape[1] if mask is None else int(mask.sum(-1).max())
+        return super().angles(positions, x, mask) / max(1.0, longest / 8)
+
+
+class LengthWithPadding(Rope):
+    """Angles are divided by the length of the tensor, padding included."""
+
+    def angles(self, positions, x, mask):
+        return super().angles(positions, x, mask) / x.shape[1] * 8
+
+
+class ConvolutionLeaks(Rope):
+    def mixed(self, x, segments):
+        return x + torch.cat((0 * x[:, :1], x[:, :-1]), 1)
+
+
+class SegmentsIgnored(Rope):
+    def allowed(self, b, t, mask, segments):
+        return super().allowed(b, t, mask, 0 * segments)
+
+
+class PaddingInDenominator(Rope):
+    """Padded keys add nothing to the numerator, and count in the denominator."""
+
+    def weighted(self, scores, allowed, v):
+        weights = scores.exp()
+        return (weights * allowed) @ v / (weights * torch.ones_like(allowed).tril()).sum(-1, keepdim=True)
+
+
+class SoftMask(Rope):
+    """Masked scores lose 8 nats in the place of all."""
+
+    def weighted(self, scores, allowed, v):
+        return (scores - 8 * (~allowed)).softmax(-1) @ v if not self.causal else super().weighted(scores, allowed, v)
+
+    causal = False
+
+
+class Learned(Rope):
+    needs_learning = True
+
+
+class Untrained(Learned):
+    def angles(self, positions, x, mask):
+        return super().angles(positions, x, mask).detach()
+
+
+class OneHeadTrained(Learned):
+    def angles(self, positions, x, mask):
+        first = positions[:, None, :, None].double() * self.frequency[0].double()
+        return first.expand(-1, self.heads, -1, -1)
+
+
+class Encoder(Rope):
+    causal = False
+
+
+class NoPositions(Encoder):
+    def angles(self, positions, x, mask):
+        return 0 * super().angles(positions, x, mask)
+
+
+class DirectionBlind(Encoder):
+    """The real part of a product of unitary vectors: queries and keys times (cos, sin)."""
+
+    def rotated(self, x, angle):
+        angle = angle.repeat_interleave(2, -1)
+        return torch.cat((x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)), -1)
+
+
+class Transposed(Encoder):
+    """Keys turn the other way: scores see the sum of positions."""
+
+    def rotated_key(self, k, angle):
+        return self.rotated(k, -angle)
+
+
+def layer(cls):
+    """The arguments of an audit of a layer."""
+    return {"model": cls(), "example": torch.randn(1, 12, cls.heads * cls.size), "relative": True}
+
+
+LAYERS = [
+    Fault(
+        "a batch keeps the first sample's positions",
+        "unslothai/unsloth#3795",
+        "positions",
+        lambda: layer(FirstSamplesPositions),
+    ),
+    Fault("interleaved table, half rotation", "huggingface/nanotron#427", "shift", lambda: layer(InterleavedTable)),
+    Fault("keys are not rotated", "sqliteai/warp#27", "shift", lambda: layer(KeysUnrotated)),
+    Fault("keys turn the other way", "OpenNLPLab/Lrpe", "shift", lambda: layer(Transposed)),
+    Fault("positions in the dtype of activations", "EleutherAI/gpt-neox#1016", "precision", lambda: layer(LowPositions)),
+    Fault("a table that ends early", "meta-pytorch/torchtune", "shift", lambda: layer(ShortTable)),
+    Fault("positions accepted and ignored", "rasbt/reasoning-from-scratch#33", "positions", lambda: layer(PositionsIgnored)),
+    Fault("frequencies go by the longest sample", "QwenLM/Qwen#401", "batch", lambda: layer(LongestOfTheBatch)),
+    Fault("angles divided by the padded length", "OpenNLPLab/Lrpe", "right padding", lambda: layer(LengthWithPadding)),
+    Fault(
+        "a convolution runs over packed samples",
+        "huggingface/transformers#46588",
+        "packing",
+        lambda: layer(ConvolutionLeaks),
+    ),
+    Fault("packed samples attend to each other", "huggingface/nanoVLM#204", "packing", lambda: layer(SegmentsIgnored)),
+    Fault(
+        "padding counts in the denominator",
+        "fla-org/flash-linear-attention",
+        "left padding",
+        lambda: layer(PaddingInDenominator),
+    ),
+    Fault("a mask that only weakens", "SeanLee97/AnglE#89", "padding content", lambda: layer(SoftMask)),
+    Fault("learned frequencies without a gradient", "Dao-AILab/flash-attention", "gradient", lambda: layer(Untrained)),
+    Fault(
+        "one head's frequencies serve all", "Dao-AILab/flash-attention", "gradient", lambda: layer(OneHeadTrained), "head 1"
+    ),
+    Fault("no positions in an encoder", "lucidrains/performer-pytorch", "order", lambda: layer(NoPositions)),
+    Fault("scores are even in the offset", "OpenNLPLab/Lrpe", "direction", lambda: layer(DirectionBlind)),
+]
+
+
+SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 256}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+
+
+def model(kind: str, **options: Any) -> Any:
+    """A tiny random model of transformers."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | OWN.get(kind, {}) | options)
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
+        known = getattr(transformers, auto)
+        if type(config) in known._model_mapping and (kind not in ENCODERS or auto == "AutoModelForMaskedLM"):
+            return known.from_config(config).eval()
+    raise ValueError(kind)
+
+
+def rotary(made: Any) -> Any:
+    return made.model.rotary_emb
+
+
+def with_table(made: Any, **parameters: Any) -> Any:
+    """A model whose table is that of other rotary parameters than it declares."""
+    other = model(made.config.model_type, rope_parameters=parameters)
+    rotary(made).inv_freq.copy_(rotary(other).inv_freq)
+    return made
+
+
+def subclassed(module: Any, **methods: Any) -> Any:
+    """The module with other methods, in a class of its own, so that copies have them too."""
+    module.__class__ = type(module.__class__.__name__, (module.__class__,), methods)
+    return module
+
+
+def cast(dtype):
+    return model("llama").to(dtype)
+
+
+def declared_later():
+    made = model("llama")
+    made.config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    return made
+
+
+def without_factor():
+    made = model("llama", rope_parameters=dict(YARN))
+    rotary(made).attention_scaling = 1.0
+    return made
+
+
+def squared_factor():
+    made = model("llama", rope_parameters=dict(YARN))
+    rotary(made).attention_scaling = (0.1 * math.log(8.0) + 1) ** 2
+    return made
+
+
+def blank_table():
+    made = model("llama")
+    rotary(made).inv_freq.zero_()
+    return made
+
+
+def low_positions():
+    def forward(self, x, position_ids):
+        angle = (position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)).repeat(1, 1, 2)
+        return angle.cos(), angle.sin()
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def by_product():
+    def forward(self, x, position_ids):
+        angle = position_ids[..., None].float() @ self.inv_freq[None, None].float()
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def by_length():
+    def forward(self, x, position_ids):
+        cos, sin = (a.clone() for a in type(self).__mro__[1].forward(self, x, position_ids))
+        angle = position_ids[..., None] / (position_ids.max() + 1) * self.inv_freq
+        return angle.cos().repeat(1, 1, 2).to(cos), angle.sin().repeat(1, 1, 2).to(sin)
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def restarts():
+    def forward(self, input_ids=None, position_ids=None, **more):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return type(self).__mro__[1].forward(self, input_ids=input_ids, position_ids=position_ids, **more)
+
+    made = model("llama")
+    forward.__signature__ = __import__("inspect").signature(type(made).forward)
+    return subclassed(made, forward=forward)
+
+
+def shared_positions():
+    def prepare(self, *args, **kwargs):
+        inputs = type(self).__mro__[1].prepare_inputs_for_generation(self, *args, **kwargs)
+        given = inputs.get("position_ids")
+        if given is not None and given.shape[1] == 1:
+            inputs["position_ids"] = given.amax(0, keepdim=True).expand_as(given)
+        return inputs
+
+    return subclassed(model("llama"), prepare_inputs_for_generation=prepare)
+
+
+def kept_table():
+    """The table of the longest call so far is kept."""
+
+    def forward(self, x, position_ids):
+        longest = max(int(position_ids.max()) + 1, getattr(self, "longest", 0))
+        self.longest = longest
+        angle = position_ids[..., None] * self.inv_freq / max(1.0, longest / self.config.max_position_embeddings)
+        return angle.cos().repeat(1, 1, 2).to(x.dtype), angle.sin().repeat(1, 1, 2).to(x.dtype)
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def unsaved():
+    def save(self, folder, **more):
+        type(self).__mro__[1].save_pretrained(self, folder, **more)
+        import json
+        from pathlib import Path
+
+        path = Path(folder) / "config.json"
+        config = json.loads(path.read_text())
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+        path.write_text(json.dumps(config))
+
+    return subclassed(model("llama", rope_parameters=dict(LLAMA3)), save_pretrained=save)
+
+
+def swapped_layers():
+    made = model("gemma3_text", rope_parameters=GEMMA, layer_types=["sliding_attention", "full_attention"])
+    table = made.model.rotary_emb
+    names = ("sliding_attention_inv_freq", "full_attention_inv_freq")
+    first, second = (getattr(table, name).clone() for name in names)
+    table.sliding_attention_inv_freq.copy_(second)
+    table.full_attention_inv_freq.copy_(first)
+    return made
+
+
+def whole_head():
+    made = model("phi")
+    rotary(made).inv_freq = 10000.0 ** (-torch.arange(4) / 4)
+    return made
+
+
+GEMMA = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+GEMMA |= {"full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}}
+PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
+
+MODELS = [
+    Fault(
+        "the table was cast to bfloat16",
+        "NVIDIA-NeMo/Automodel#2549",
+        "frequencies",
+        lambda: cast(torch.bfloat16),
+        "rounded to bfloat16",
+    ),
+    Fault(
+        "the table was cast to float16",
+        "huggingface/transformers#25681",
+        "frequencies",
+        lambda: cast(torch.float16),
+        "rounded to float16",
+    ),
+    Fault(
+        "a scaling was dropped",
+        "unslothai/unsloth#6907",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(LLAMA3)), **PLAIN),
+        "scaling 'llama3' is missing",
+    ),
+    Fault(
+        "the default base in place of the declared one",
+        "deepspeedai/DeepSpeed#8345",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(PLAIN)), rope_type="default", rope_theta=10000.0),
+        "base 10000",
+    ),
+    Fault(
+        "the factor is always 8",
+        "NVIDIA/Megatron-LM#6305",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(LLAMA3)), **LLAMA3 | {"factor": 8.0}),
+        "factor 8",
+    ),
+    Fault(
+        "scaling declared after the table was built",
+        "MakazhanAlpamys/Soup#793",
+        "frequencies",
+        declared_later,
+        "scaling 'linear' is missing",
+    ),
+    Fault("the partial share is ignored", "AI-Hypercomputer/maxtext#4616", "frequencies", whole_head, "8 features rotate"),
+    Fault("the table is blank", "unslothai/unsloth#6925", "frequencies", blank_table, "not initialised"),
+    Fault("two kinds of layers have each other's table", "ml-explore/mlx-vlm#1710", "frequencies", swapped_layers, "base"),
+    Fault("yarn's attention factor is 1", "turboderp-org/exllamav3#259", "attention factor", without_factor),
+    Fault("yarn's attention factor is applied twice", "sgl-project/sglang#33558", "attention factor", squared_factor),
+    Fault("positions in bfloat16 before the angles", "huggingface/candle#3520", "tables", low_positions),
+    Fault("autocast rounds the angles", "huggingface/transformers#29285", "autocast", by_product),
+    Fault(
+        "dynamic scaling hangs on earlier calls",
+        "huggingface/transformers#25306",
+        "order of calls",
+        lambda: model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+    ),
+    Fault("a longer call changes the table for good", "huggingface/transformers#27227", "order of calls", kept_table),
+    Fault("angles divided by the length", "OpenNLPLab/Lrpe", "decoding", by_length),
+    Fault("cached decoding restarts at position 0", "unslothai/unsloth#3699", "decoding", restarts),
+    Fault("chunks restart at position 0", "unslothai/unsloth#3699", "static cache", restarts),
+    Fault("steps count positions by the longest row", "unslothai/unsloth#3699", "generation", shared_positions),
+    Fault("a convolution of a hybrid model leaks", "huggingface/transformers#46588", "packing", lambda: model("lfm2")),
+    Fault("saving loses the scaling", "MarinFold#184", "saving", unsaved),
+]
+
+OWN = {
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 2048},
+    "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 2048},
+    "gpt2": {"n_positions": 2048},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 2048},
+    "phi3": {"original_max_position_embeddings": 2048},
+    "distilbert": {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 32},
+    "modernbert": {"layer_types": ["full_attention", "sliding_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
+    **{kind: {"head_dim": 8} for kind in ("gemma", "gemma2", "gemma3_text", "qwen3", "cohere2", "helium")},
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+OWN |= {"t5": T5, "mt5": T5}
+OWN["llama4_text"] = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
+OWN["deepseek_v3"] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OWN["deepseek_v3"] |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+OWN["deepseek_v3"] |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "electra",
+    "roformer",
+    "modernbert",
+    "eurobert",
+    "esm",
+    "nomic_bert",
+    "deberta-v2",
+)
+SOUND = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "gpt_neox", "gptj", "gpt2", "gpt_neo", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "smollm3"),
+    *("starcoder2", "stablelm", "granite", "glm", "glm4", "bloom", "mpt", "codegen", "persimmon", "helium", "ernie4_5"),
+    *("llama4_text", "deepseek_v3", "exaone4", "arcee", "apertus", "seed_oss", "t5", "mt5", *ENCODERS),
+)

@@ -1,0 +1,76 @@
+"""The audit of models of transformers: one smoke test for `make test`; faults and sound models as oracles."""
+
+import faults
+import pytest
+import torch
+
+from isopos.audit import audit
+from isopos.audit.declared import attention_factor, frequencies
+
+RULES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 256},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+    "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 8.0},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+}
+RULES["longrope"]["original_max_position_embeddings"] = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers():
+    made = pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
+    made.utils.logging.disable_progress_bar()
+    return made
+
+
+def test_a_folder_with_a_configuration_alone(tmp_path, capsys):
+    faults.model("llama").config.save_pretrained(tmp_path)
+    report = audit(tmp_path, checks=["frequencies", "shift", "left padding", "decoding", "packing"])
+    assert report.sound, report
+    assert [(a.check, a.severity) for a in report.findings] == [("packing", "risk")]
+    made = faults.model("llama").to(torch.bfloat16)
+    report = audit(made, checks=["frequencies"])
+    assert report.status == 1
+    assert "rounded to bfloat16" in report.findings[0].measured
+    assert report.findings[0].where == "model.rotary_emb"
+
+
+@pytest.mark.oracles
+def test_weights_of_a_folder_are_read(tmp_path):
+    made = faults.model("qwen2")
+    made.save_pretrained(tmp_path)
+    report = audit(str(tmp_path))
+    assert report.sound, report
+    assert report.subject == str(tmp_path)
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("fault", faults.MODELS, ids=lambda fault: fault.name)
+def test_the_fault_of_a_model_is_named(fault):
+    report = audit(fault.make())
+    hits = [a for a in report.findings if a.check == fault.check and a.severity == "broken"]
+    assert any(fault.words in a.measured for a in hits), report
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("kind", faults.SOUND)
+def test_an_unbroken_model_is_called_sound(kind):
+    report = audit(faults.model(kind))
+    assert report.sound, report
+    assert len({a.check for a in report.results}) >= 6
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("rule", RULES)
+def test_declared_frequencies_are_those_of_transformers(rule):
+    parameters = {"rope_type": rule, "rope_theta": 10000.0} | RULES[rule]
+    made = faults.model("llama", rope_parameters=dict(parameters))
+    table = made.model.rotary_emb
+    own = frequencies(parameters, 8, 2048)
+    torch.testing.assert_close(table.inv_freq.double(), own, rtol=1e-5, atol=0)
+    assert table.attention_scaling == pytest.approx(attention_factor(parameters, 2048))
+    report = audit(made, checks=["frequencies", "attention factor", "tables", "autocast", "saving", "shift", "decoding"])
+    assert report.sound, report
