@@ -193,7 +193,7 @@ def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[
                 labels, arities = parse(text)
             except Unread as error:
                 side = " of the target" if made else ""
-                problem = f"line {number}, column {error.at + 1}{side}: {error.said.partition(';')[0]}"
+                problem = f"line {number}, column {error.at + 1}{side}: {error.message.partition(';')[0]}"
                 raise ValueError(f"data: {name}, {problem}; repair or remove the line") from None
             tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
             made.append(LabelledTree(tuple(tokens), tuple(arities)))
