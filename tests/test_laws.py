@@ -152,6 +152,18 @@ class _OneAxis(_Dead):
         return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
 
 
+class _DeadHead(_OneAxis):
+    """With a parameter of two heads, of which one is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_heads = torch.nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x, dtype=torch.float32):
+        angle = x.double()[..., None, :, :] * (self.unused + self.of_heads[0]).double()
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+
 class _Backwards(encodings.Encoding):
     """Products along a path in the wrong order, the last branch first: a shift would be multiplication from the right."""
 
@@ -196,6 +208,7 @@ class _OneSided(couplings.Absolute):
         (_Rounded, "exact"),
         (_Coarse, "precision"),
         (_Dead, "gradient"),
+        (_DeadHead, "gradient"),
     ],
 )
 def test_a_broken_encoding_is_found(broken, law):

@@ -173,13 +173,14 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
         close(several, one_group)
 
 
-def test_groups_of_the_same_queries_decays_have_the_weights_of_their_own_keys(monkeypatch):
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_groups_whose_decays_are_the_same_on_one_side_have_weights_of_their_own(monkeypatch, side):
     for name, size in {"CHUNK": 2, "GROUP": 1, "LEAST": 2, "MOST": 2}.items():
         monkeypatch.setattr(walk, name, size)
     leaves, ahead = tensors(16), torch.rand(3, 16, dtype=torch.float64)
     ahead[..., 3::4] = 0  # of the last key of a group, from which the next one counts
-    queries = -torch.arange(16.0, dtype=torch.float64).expand(3, 16)
-    agree(ops.Sums(*leaves, ALL_READY, (queries, queries - ahead)), leaves)
+    same = -torch.arange(16.0, dtype=torch.float64).expand(3, 16)
+    agree(ops.Sums(*leaves, ALL_READY, (same, same - ahead) if side == "queries" else (same - ahead, same)), leaves)
 
 
 def test_groups_are_large_where_launches_cost():
