@@ -178,7 +178,7 @@ def ape_product(
     locality: float | None = None,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Direct sums, for sequences of trees, trees of grids and other products of groups.
+    """Direct sums for products of groups, such as sequences of trees.
 
     Args:
         head_dim: d, even, at least 2 for each part.

@@ -62,7 +62,7 @@ def t5(
     bidirectional: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """One learned number per head and bucket of offsets, added to logits. Softmax.
+    """A learned number per head and bucket of offsets, added to logits. Softmax.
 
     T5 does not scale its logits by d^-1/2; this scheme does, as the other schemes do.
 
@@ -117,7 +117,7 @@ def deberta(
 def kerple(
     head_dim: int, heads: int, *, kernel: Literal["log", "power"] = "log", seed: int = 0, **choices: Unpack[Choices]
 ) -> Scheme:
-    """A learned kernel of the distance per head, subtracted from logits. Softmax.
+    """A learned kernel of the distance, subtracted from logits. Softmax.
 
     Scores are symmetric in the direction. With kernel="power" and r2 = 1 it is ALiBi with learned slopes.
 

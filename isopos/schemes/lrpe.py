@@ -40,7 +40,7 @@ def lrpe_unitary(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Learned phases; symmetric in the direction on real features in a real basis.
+    """Learned phases; symmetric in the direction in a real basis.
 
     This is LRPE's unitary type: phases e^{i angle x} of complex features in the basis P (Eq. 22 and D.1). On real vectors,
     scores are real parts. With a real P they are sums of cosines, score(i, j) = score(j, i), so without `causal` a model

@@ -16,7 +16,7 @@ from isopos.schemes.registry import compose, register
     learns="phases",
 )
 def pope(head_dim: int, heads: int, *, base: float = 10000.0, **choices: Unpack[Choices]) -> Scheme:
-    """Magnitudes of features at phases of positions, keys with learned phase offsets.
+    """Feature magnitudes at phases of positions; learned offsets of keys.
 
     Magnitudes are softplus(q_i) and phases w_i x with w_i = base^(-i/d); content changes no phase. The paper has softmax
     attention only; in linear attention the feature map replaces softplus.
