@@ -462,6 +462,8 @@ def test_a_gpu_s_races_end_with_an_error_that_none_survives(monkeypatch):
 def test_rows_measured_again_take_the_place_of_those_before():
     rows = [_row(variant="a"), _row(section="decode"), _row(variant="b"), _row(variant="a", ours_seconds=[2.0])]
     assert results.merged(rows) == [rows[3], rows[2], rows[1]]
+    units = [_row(figure=1.0, unit=unit) for unit in ("s", "GiB")]
+    assert results.merged(units) == units
 
 
 def test_a_gpu_has_the_same_command(here, tmp_path, monkeypatch):

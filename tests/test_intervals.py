@@ -28,6 +28,10 @@ def test_intervals_of_known_figures():
     assert (found.mean, found.is_paired, found.seeds) == (2.0, False, 5)
     assert found.half == pytest.approx(student(10**2 / (1 + 81) * 4) * 2**0.5, rel=1e-9)
     assert Difference.unpaired((5.0, 0.0, 3), (3.0, 0.0, 3)).excludes_zero
+    parts = 1 / 3, 4 / 9  # squared errors of deviations 1 and 2, of 3 and 9 seeds
+    degrees = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 8)
+    found = Difference.unpaired((5.0, 1.0, 3), (3.0, 2.0, 9))
+    assert (found.seeds, found.half) == (3, pytest.approx(student(degrees) * sum(parts) ** 0.5, rel=1e-9))
 
 
 def test_a_picked_pair_shares_the_5_percent_with_all_others():

@@ -331,6 +331,8 @@ def test_a_padded_sample_is_what_it_is_alone_whatever_the_norm():
         scheme = schemes.build("rope", HEAD_DIM, HEADS)
         model = perturb(Classifier(VOCABULARY, 3, WIDTH, 2, scheme, norm=norm, activation="gelu")).eval()
         close(model(x, mask=mask)[0], model(x[:1, :5])[0])
+        model.train()  # by the statistics of the batch itself, in which padding has no part
+        close(model(torch.where(mask, x, (x + 1) % VOCABULARY), mask=mask), model(x, mask=mask))
 
 
 def test_stochastic_depth_spares_samples_branches_and_keeps_their_mean():

@@ -145,7 +145,7 @@ def gathered(source, languages=""):
 
 
 def test_formats_of_texts_agree(tmp_path):
-    """A table, columns with names in either order, two files, packed or not."""
+    """A table, columns with names in either order, two files, packed or not; a table's names are its own."""
     lines(tmp_path / "plain.tsv", *("\t".join(row) for row in ROWS), "")
     lines(tmp_path / "named.tsv", "Target\tSource", *(f"{b}\t{a}" for a, b in ROWS))
     lines(tmp_path / "rows.en.gz", *(a for a, _ in ROWS))
@@ -153,6 +153,10 @@ def test_formats_of_texts_agree(tmp_path):
     found = [gathered(str(tmp_path / name)) for name in ("plain.tsv", "named.tsv")]
     found.append(gathered(f"{tmp_path / 'rows.en.gz'},{tmp_path / 'rows.de'}"))
     found.append(gathered(str(tmp_path), "en,de"))
+    (tmp_path / "both").mkdir()
+    lines(tmp_path / "both" / "a.tsv", "Target\tSource", *(f"{b}\t{a}" for a, b in ROWS[:9]))
+    lines(tmp_path / "both" / "b.tsv", *("\t".join(row) for row in ROWS[9:]))
+    found.append(gathered(str(tmp_path / "both")))
     assert all(one.splits == found[0].splits for one in found)
     assert sorted(chain(*found[0].splits.values())) == sorted(ROWS)
 

@@ -446,7 +446,8 @@ def encoder(hf, family, **options):
     sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     sizes |= {"image_size": 16, "patch_size": 4} if family == "ViT" else {"vocab_size": VOCABULARY}
     config = getattr(hf, f"{family}Config")(**sizes | options)
-    model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}ForMaskedLM")(config).eval()
+    head = "CausalLM" if options.get("is_decoder") else "MaskedLM"
+    model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}For{head}")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
@@ -539,6 +540,14 @@ def test_roformer_with_rope_is_the_original(hf):
     with pytest.raises(ValueError, match=r"scheme: expected one that rotates pairs .* for RoFormer"):
         patch(model, scheme_of("alibi"))
     assert everything(model) == before
+
+
+@torch.no_grad()
+def test_roformer_as_a_decoder_goes_on_from_its_cache(hf):
+    model, ids = encoder(hf, "RoFormer", is_decoder=True), tokens()
+    with patched(model, rope(base=100.0)):
+        first = model(ids[:, :5], use_cache=True)
+        close(logits(model, ids[:, 5:], past_key_values=first.past_key_values), logits(model, ids)[:, 5:])
 
 
 GRIDS = {

@@ -125,6 +125,11 @@ def test_positions_may_be_given(hf):
     close(model(ids, position_ids=places, use_cache=False).logits, expected)
     first = model(ids[:, :5], position_ids=places[:, :5])
     close(model(ids[:, 5:], position_ids=places[:, 5:], past_key_values=first.past_key_values).logits, expected[:, 5:])
+    model, mask = make("learned"), left(ids)
+    places = (torch.arange(LENGTH) - 4 * (1 - mask[:, :1])).clamp_min(0)  # where padding on the left would put them
+    for cached in (True, False):
+        found, same = (model(ids, mask, use_cache=cached, **given).logits for given in ({"position_ids": places}, {}))
+        close(found[mask.bool()], same[mask.bool()])
 
 
 @pytest.mark.parametrize("name", ["rope", "t5"])

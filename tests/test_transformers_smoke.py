@@ -134,6 +134,22 @@ def test_a_model_of_ours_keeps_its_extension(hf, tmp_path):
         load(tmp_path)
 
 
+def test_a_decoder_of_every_option_becomes_a_model_of_ours(hf):
+    from isopos.integrations.transformers import from_decoder
+
+    options = {"hidden_dim": 16, "activation": "gelu", "kv_heads": 2, "window": 3, "stochastic_depth": 0.1, "dropout": 0.2}
+    scheme = isopos.rope(8, 4, attention="softmax", base=77.0)
+    decoder = isopos.Decoder(30, 32, 2, scheme, attention_dropout=0.3, **options).eval()
+    model = from_decoder(decoder)
+    known = (
+        *("window", "stochastic_depth", "dropout", "attention_dropout", "num_key_value_heads", "intermediate_size"),
+        "hidden_act",
+    )
+    assert [getattr(model.config, name) for name in known] == [3, 0.1, 0.2, 0.3, 2, 16, "gelu"]
+    assert str(model.decoder) == str(decoder)
+    assert logits(model).equal(decoder(TOKENS))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_configuration_says_every_extension(rule):
     scheme = isopos.rope(8, 2).extend(rule, **RULES[rule])

@@ -62,7 +62,7 @@ def t5(
     bidirectional: bool = True,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """A learned number per head and bucket of offsets, added to logits. Softmax.
+    """A learned number per head and bucket, added to logits. Softmax.
 
     T5 does not scale its logits by d^-1/2; this scheme does, as the other schemes do.
 
