@@ -244,7 +244,7 @@ def _shared(
     batch = checks.check_leading(q, k, v, heads, key_heads)
     if mask is not None:
         checks.check_mask(mask, q, k, batch)
-    terms = () if (terms := options.get("terms")) is None else tuple(terms)
+    terms = tuple(() if (terms := options.get("terms")) is None else terms)
     for term in terms:
         checks.check_term(term, q, k, v, batch, seen, key_heads)
     rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads)
@@ -258,7 +258,7 @@ def _shared(
     ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None
     if window is not None:
         window = at_least("window", window)
-        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # the window holds all keys
+        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # None: all keys are in it
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
         checks.check_phases(phases, q, k, causal, heads, key_heads)
@@ -274,7 +274,7 @@ def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, stat
     """Content-dependent phases of all tokens, and of the last; ValueError for another scheme's state."""
     before, columns = None if state is None else state["path"], sum(part.columns for part in phases)
     if before is not None and before.shape[-1] != columns:
-        raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
+        raise ValueError(f"state: expected one of {columns} phases, got one of {before.shape[-1]}; start with State()")
     total = cumulative(phases, k, mask, before)
     start = torch.zeros_like(total.sum(-2)) if before is None else before
     return total, total[..., -1, :] if k.shape[-2] else start
@@ -377,13 +377,15 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
 
     ValueError if the state was written by attention of another kind.
     """
-    q, v, optional = (
-        problem.q,
-        problem.v,
-        (("decay", problem.decay), ("path", problem.phase), ("segment_ids", problem.segments)),
-    )
+    q, v = problem.q, problem.v
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
-    parts += [name for name, x in (*optional, ("transport", problem.outward)) if x is not None]
+    optional = (
+        ("decay", problem.decay),
+        ("path", problem.phase),
+        ("segment_ids", problem.segments),
+        ("transport", problem.outward),
+    )
+    parts += [name for name, x in optional if x is not None]
     kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
     state.check_kind(kind, problem.of_keys)
     return replace(problem, kind=kind)
