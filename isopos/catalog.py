@@ -28,7 +28,10 @@ class Entry(NamedTuple):
 
 def entry_of(docstring: str | None, fields: Mapping[str, Any]) -> Entry:
     """The entry of a scheme's function; its summary is the first line of the docstring, unless it is among the fields."""
-    return Entry(**{"summary": (docstring or "").partition("\n")[0].removesuffix("."), **fields})
+    entry = Entry(**{"summary": (docstring or "").partition("\n")[0].removesuffix("."), **fields})
+    if not entry.summary:
+        raise ValueError("summary: expected the first line of the function's docstring, got none; write a docstring")
+    return entry
 
 
 def _entries() -> Iterator[tuple[str, Entry]]:

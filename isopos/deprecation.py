@@ -54,4 +54,5 @@ def former_property(old: str, new: str) -> Any:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(instance, new)
 
-    return property(read, doc=f"Deprecated name of `{new}`.")
+    read.__doc__ = f"Deprecated name of `{new}`."
+    return property(read)

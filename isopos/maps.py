@@ -18,18 +18,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast, describe, full_precision
 from isopos.feature_maps import Phi
-from isopos.ops.rotate import (
-    lift,
-    permute,
-    reflect,
-    rotate,
-    transform,
-    transform_tokens,
-    turned,
-    unlift,
-    unpermute,
-    unrotate,
-)
+from isopos.ops import rotate as ops
 from isopos.ops.slices import Axes, Slices
 
 _TENSORS = (Tensor, Tensor | None, "Tensor", "Tensor | None")  # annotations of fields
@@ -251,13 +240,13 @@ class Rotation(Isometry):
     lifted: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
-        return (lift if self.lifted else rotate)(*self._wide(x))
+        return (ops.lift if self.lifted else ops.rotate)(*self._wide(x))
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return (unlift if self.lifted else unrotate)(*self._wide(x))
+        return (ops.unlift if self.lifted else ops.unrotate)(*self._wide(x))
 
     def fused(self, x: Tensor) -> Tensor | None:
-        return turned(x, self.table, lifted=self.lifted)
+        return ops.turned(x, self.table, lifted=self.lifted)
 
     def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, self.table.dtype)
@@ -281,10 +270,10 @@ class Gather(Isometry):
     halves: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
-        return permute(x, self.index)
+        return ops.permute(x, self.index)
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return unpermute(x, self.index)
+        return ops.unpermute(x, self.index)
 
     @property
     def length(self) -> int | None:
@@ -297,7 +286,7 @@ class Reflection(Isometry):
     normal: Tensor = axes("h 1 d")
 
     def apply(self, x: Tensor) -> Tensor:
-        return reflect(x, self.normal.to(x.dtype))
+        return ops.reflect(x, self.normal.to(x.dtype))
 
     def adjoint(self, x: Tensor) -> Tensor:
         return self.apply(x)
@@ -309,10 +298,10 @@ class Matrix(Isometry):
     matrix: Tensor = axes("h e d")
 
     def apply(self, x: Tensor) -> Tensor:
-        return transform(x, self.matrix)
+        return ops.transform(x, self.matrix)
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return transform(x, self.matrix.mT)
+        return ops.transform(x, self.matrix.mT)
 
 
 class Plane(Isometry):
@@ -409,7 +398,7 @@ class Chain(_Composition, Isometry):
     def fused(self, x: Tensor) -> Tensor | None:
         match self.first, self.second:
             case Gather(halves=True), Rotation(lifted=False) as rotation if self.first.features == rotation.features:
-                return turned(x, rotation.table, halves=True)
+                return ops.turned(x, rotation.table, halves=True)
         return None
 
 
@@ -421,10 +410,10 @@ class _TokenMatrices(TokenMap, ABC):
     matrix: Tensor = axes("*b h t e d")
 
     def apply(self, x: Tensor) -> Tensor:
-        return transform_tokens(x, self.matrix)
+        return ops.transform_tokens(x, self.matrix)
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return transform_tokens(x, self.matrix.mT)
+        return ops.transform_tokens(x, self.matrix.mT)
 
 
 class Operators(_TokenMatrices, Isometry):
@@ -527,7 +516,7 @@ class Affine(TokenMap):
 
     def apply(self, x: Tensor) -> Tensor:
         x = x + self.shift.to(x.dtype)
-        return x if self.matrix is None else transform(x, self.matrix)
+        return x if self.matrix is None else ops.transform(x, self.matrix)
 
 
 class Append(TokenMap):

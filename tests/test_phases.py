@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused():
         schemes.selective(7, 2)
     scheme, state = schemes.selective(8, 2), isopos.State()
     _, state = scheme(q, k, v, sequence(3), state=state, causal=True)
-    with pytest.raises(ValueError, match="state: expected one of 1 paths, got one of 4"):
+    with pytest.raises(ValueError, match="state: expected one of 1 phases, got one of 4"):
         isopos.linear_attention(q, k, v, phases=(ForgetGate(8, 2),), causal=True, state=state)
 
 

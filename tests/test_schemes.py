@@ -953,6 +953,8 @@ def test_a_scheme_and_a_decay_from_outside(registries):
         schemes.register(**TOY)(toy)
     with pytest.raises(TypeError, match="equation"):
         schemes.register(summary="x", citation="y")
+    with pytest.raises(ValueError, match="summary: expected the first line of the function's docstring"):
+        schemes.register(citation="y", equation="z")(lambda head_dim, heads: None)
 
 
 def test_options_that_follow_the_model():

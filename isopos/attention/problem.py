@@ -10,30 +10,8 @@ from typing import Any, Never, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from isopos.attention.checks import (
-    AxisOrder,
-    DecayPair,
-    IsometryPair,
-    SegmentPair,
-    TransportPair,
-    broadcasts,
-    check_decay,
-    check_denominator,
-    check_feature_map,
-    check_inputs,
-    check_isometry,
-    check_leading,
-    check_mask,
-    check_order,
-    check_pairs,
-    check_phases,
-    check_segments,
-    check_stream,
-    check_tensor,
-    check_term,
-    check_transport,
-    heads_of,
-)
+from isopos.attention import checks
+from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
 from isopos.attention.reference import divides_out
 from isopos.attention.segments import segmented
 from isopos.catalog import at_least
@@ -175,8 +153,8 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     problem = _shared(LinearProblem, q, k, v, options, streams=streams)
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
-    check_denominator(denominator, q)
-    check_feature_map(phi)
+    checks.check_denominator(denominator, q)
+    checks.check_feature_map(phi)
     phi = identity if phi is None else phi
     phi = phi if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(phi)
     before = None if state is None else state["decay"]
@@ -185,9 +163,9 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     if decay is not None and not problem.causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
     if ids is not None:
-        check_segments(ids, q, k, problem.batch)
+        checks.check_segments(ids, q, k, problem.batch)
     elif decay is not None:
-        check_order(decay, problem.causal, before)
+        checks.check_order(decay, problem.causal, before)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
         previous = None if state is None else state["segment"]
@@ -213,15 +191,15 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
     t, s = q.shape[-2], k.shape[-2] + seen
     if (ids := options.get("segment_ids")) is not None:
-        check_segments(ids, q, k, batch)
+        checks.check_segments(ids, q, k, batch)
     if state is not None and state.in_place:
         raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
     if locality is not None:
-        check_tensor("locality", locality, q)
-        if locality.shape[-2:] != (t, s) or not broadcasts(locality.shape[:-2], batch[:-1]):
+        checks.check_tensor("locality", locality, q)
+        if locality.shape[-2:] != (t, s) or not checks.broadcasts(locality.shape[:-2], batch[:-1]):
             raise ValueError(f"locality: expected [*b {t} {s}], got {list(locality.shape)}")
     if attn_mask is not None:
-        check_pairs(attn_mask, q, torch.Size((*batch, t, s)))
+        checks.check_pairs(attn_mask, q, torch.Size((*batch, t, s)))
         if state is not None and problem.window is not None:
             raise ValueError(
                 "attn_mask: expected none beside a window in a stream, which forgets the tokens before, got one"
@@ -242,8 +220,8 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
 def check_naive(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> LinearProblem:
     """The problem of the naive function, which accepts decays in any order and maps features itself."""
     problem = _grouped(_shared(LinearProblem, q, k, v, options))
-    check_denominator(options.get("denominator"), q)
-    check_feature_map(options.get("feature_map"))
+    checks.check_denominator(options.get("denominator"), q)
+    checks.check_feature_map(options.get("feature_map"))
     return problem
 
 
@@ -260,30 +238,30 @@ def _shared(
     """A problem with the fields common to both kinds, after `seen` keys of a stream; heads are not grouped yet."""
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
-    q, k, v = check_inputs(q, k, v, layout)
+    q, k, v = checks.check_inputs(q, k, v, layout)
     expect_state(state)
-    heads, key_heads = heads_of(q, k, v)
-    batch = check_leading(q, k, v, heads, key_heads)
+    heads, key_heads = checks.heads_of(q, k, v)
+    batch = checks.check_leading(q, k, v, heads, key_heads)
     if mask is not None:
-        check_mask(mask, q, k, batch)
-    terms = () if (terms := options.get("terms")) is None else tuple(terms)
+        checks.check_mask(mask, q, k, batch)
+    terms = tuple(() if (terms := options.get("terms")) is None else terms)
     for term in terms:
-        check_term(term, q, k, v, batch, seen, key_heads)
-    rho_q, rho_k = check_isometry(options.get("isometry"), q, k, heads, key_heads)
-    decay = check_decay(options.get("decay"), q, k, heads, key_heads)
+        checks.check_term(term, q, k, v, batch, seen, key_heads)
+    rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads)
+    decay = checks.check_decay(options.get("decay"), q, k, heads, key_heads)
     if state is not None or streams:
-        check_stream(state, causal, q, k)
+        checks.check_stream(state, causal, q, k)
         state = state or State()
         state = state if streams else replace(state, in_place=False)  # the next state is not returned
     if (transport := options.get("transport")) is not None:
-        check_transport(transport, q, v, batch)
+        checks.check_transport(transport, q, v, batch)
     ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None
     if window is not None:
         window = at_least("window", window)
-        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # the window holds all keys
+        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # None: all keys are in it
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
-        check_phases(phases, q, k, causal, heads, key_heads)
+        checks.check_phases(phases, q, k, causal, heads, key_heads)
         shared = heads != key_heads and any(part.heads == heads for part in phases)  # one step per query head
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         total, phase = _totals(phases, keys, mask, state)
@@ -296,7 +274,7 @@ def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, stat
     """Content-dependent phases of all tokens, and of the last; ValueError for another scheme's state."""
     before, columns = None if state is None else state["path"], sum(part.columns for part in phases)
     if before is not None and before.shape[-1] != columns:
-        raise ValueError(f"state: expected one of {columns} paths, got one of {before.shape[-1]}; start with State()")
+        raise ValueError(f"state: expected one of {columns} phases, got one of {before.shape[-1]}; start with State()")
     total = cumulative(phases, k, mask, before)
     start = torch.zeros_like(total.sum(-2)) if before is None else before
     return total, total[..., -1, :] if k.shape[-2] else start
@@ -348,7 +326,7 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     q, k, v = problem.q, problem.k, problem.v
     if q.shape[-3] == k.shape[-3] == v.shape[-3]:
         return problem
-    heads, key_heads = heads_of(q, k, v)
+    heads, key_heads = checks.heads_of(q, k, v)
     if heads == key_heads:
         return problem
     decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
@@ -399,13 +377,15 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
 
     ValueError if the state was written by attention of another kind.
     """
-    q, v, optional = (
-        problem.q,
-        problem.v,
-        (("decay", problem.decay), ("path", problem.phase), ("segment_ids", problem.segments)),
-    )
+    q, v = problem.q, problem.v
     parts = [name, f"{q.shape[-1]} and {v.shape[-1]} features", str(q.dtype), _structure(problem.rho_k), *choices]
-    parts += [name for name, x in (*optional, ("transport", problem.outward)) if x is not None]
+    optional = (
+        ("decay", problem.decay),
+        ("path", problem.phase),
+        ("segment_ids", problem.segments),
+        ("transport", problem.outward),
+    )
+    parts += [name for name, x in optional if x is not None]
     kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
     state.check_kind(kind, problem.of_keys)
     return replace(problem, kind=kind)

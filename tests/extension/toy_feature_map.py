@@ -1,4 +1,4 @@
-"""A feature map of one's own: softplus, log(1 + exp(x)), positive and smooth."""
+"""A custom feature map: softplus, log(1 + exp(x)), positive and smooth."""
 
 from torch.nn import functional as F
 

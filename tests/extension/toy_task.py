@@ -1,4 +1,4 @@
-"""A task of one's own: does token 1 come before token 2? Without positions no model can tell."""
+"""A custom task: does token 1 come before token 2? Without positions no model can tell."""
 
 from dataclasses import dataclass
 
