@@ -84,6 +84,13 @@ def test_a_typo_exits_with_2(isopos, line):
     assert err
 
 
+def test_a_misspelt_field_of_a_recipe_is_answered_with_its_name(isopos):
+    code, out, err = isopos("train", "quickstart", "--stepz", "3")
+    assert (code, out) == (2, "")
+    assert "--stepz" in err
+    assert "--steps INT" in err
+
+
 @pytest.mark.parametrize("arguments", [["show", "rope"], ["check", "rope"], ["bench"]])
 def test_ctrl_c_before_any_work_exits_with_130(isopos, monkeypatch, arguments):
     def interrupted(options, console):
