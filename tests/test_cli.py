@@ -31,20 +31,9 @@ def test_list_puts_the_citation_below_in_a_narrow_terminal(isopos, monkeypatch):
     assert max(map(len, lines)) <= 90
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--help"],
-        ["compare", "--help"],
-        ["list"],
-        ["show", "--help"],
-        ["bench", "--help"],
-        ["train", "--help"],
-        ["runs", "--help"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["list"], ["compare", "--help"], ["train", "--help"]])
 def test_help_does_not_import_torch(arguments, monkeypatch):
+    """Every command line imports all commands; these two also make recipes."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     result = _run(*arguments)
     assert result.returncode == 0
@@ -93,6 +82,13 @@ def test_a_typo_exits_with_2(isopos, line):
     code, out, err = isopos(*line.split())
     assert (code, out) == (2, "")
     assert err
+
+
+def test_a_misspelt_field_of_a_recipe_is_answered_with_its_name(isopos):
+    code, out, err = isopos("train", "quickstart", "--stepz", "3")
+    assert (code, out) == (2, "")
+    assert "--stepz" in err
+    assert "--steps INT" in err
 
 
 @pytest.mark.parametrize("arguments", [["show", "rope"], ["check", "rope"], ["bench"]])

@@ -386,7 +386,7 @@ def test_a_table_trains_once_and_fine_tunes_a_copy_a_column(isopos, tmp_path):
 def test_a_table_says_what_a_column_begins_with(isopos, tmp_path):
     small = [word.replace("tiny", "small") for word in TABLE]
     status, _, err = isopos(*small, "--data", f"RTE={rte(tmp_path)}")
-    assert (status, err) == (2, "isopos: data: expected wikibook=PATH, with whose runs those of RTE begin, got none\n")
+    assert (status, err) == (2, "isopos: data: expected wikibook=PATH, from whose runs RTE starts, got none\n")
     assert "2 of 2 cells are missing" in isopos(*small, "--data", "wikibook=x", "--dry-run")[1]
     assert "4 of 4 cells are missing" in isopos(*TABLE, "--dry-run")[1]  # CoLA's like, without its data
     Path("RTE/dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n")

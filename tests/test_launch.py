@@ -155,7 +155,6 @@ def test_the_recipes_of_papers_run_at_tiny_scale(isopos, tmp_path, monkeypatch, 
 
 
 BAD = {
-    "--stepz 3": "help, got 'stepz'; did you mean steps?",
     "--steps 0": "steps: expected a number from 1 to",
     "--scheme rop": "did you mean rope",
     "--scheme ape-tree": "tree of 2 branches",

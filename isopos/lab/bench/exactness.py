@@ -169,7 +169,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "whole": Setting("a whole sequence, causal", lambda trial: (trial.attend(), trial.whole())),
-    "bidirectional": Setting(
+    "all keys": Setting(
         "a whole sequence, bidirectional", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
     ),
     "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_cuts()), trial.whole())),
