@@ -72,9 +72,9 @@ def test_the_recipe_of_a_resumed_run_may_differ_in_where_it_runs(tmp_path):
 def test_what_the_data_told_a_resumed_run_is_taken_where_it_is_left_open(tmp_path):
     before = Recipe().edit(vocabulary=300)
     folders.create(tmp_path / "run", before)
-    assert Recipe().with_inferred(before) == before
+    assert Recipe().settled_as(before) == before
     with pytest.raises(ValueError, match="vocabulary was 300, is 500;"):
-        folders.same_recipe(tmp_path / "run", Recipe().edit(vocabulary=500).with_inferred(before))
+        folders.same_recipe(tmp_path / "run", Recipe().edit(vocabulary=500).settled_as(before))
 
 
 def test_a_log_goes_on_after_a_step_and_drops_what_came_later(tmp_path):

@@ -75,7 +75,7 @@ def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
         recipe.task.check(recipe)
         model = recipe.task.model(recipe)
         fresh = {name: value.clone() for name, value in model.state_dict().items()}
-        checkpoints.begin_with(model, tmp_path / "runs" / "with", recipe.task.reinitialised(recipe))
+        checkpoints.begin_with(model, tmp_path / "runs" / "with", recipe.task.anew(recipe))
         for name, value in model.state_dict().items():
             kept = not name.startswith("scheme.") or scheme == "lrpe-orthogonal"
             assert torch.equal(value, (before if kept else fresh)[name]), name
@@ -83,7 +83,7 @@ def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
     assert isopos(*command)[0] == 0
     run = tmp_path / "runs" / "without"
     model = own.task.model(own)
-    checkpoints.begin_with(model, tmp_path / "runs" / "with", own.task.reinitialised(own))
+    checkpoints.begin_with(model, tmp_path / "runs" / "with", own.task.anew(own))
     data = own.task.load(own)
     rows = read_rows(run / "metrics.jsonl")
     assert rows[0]["loss"] == pytest.approx(data.loss(model.train(), *data.batch(own, 1)).item(), rel=1e-5)

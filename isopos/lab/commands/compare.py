@@ -95,7 +95,7 @@ def run(options: Options, console: Console) -> int:
     recipes, folder, warnings = _check(options)
     source = recipes[0]
     data = options.settings.load(source, console)
-    recipes = [data.infer(recipe) for recipe in recipes]
+    recipes = [data.settle(recipe) for recipe in recipes]
     check_memory(recipes[0])
     grids.say(console, f"data: {data.name}, {data.summary}, sha256 {data.sha256[:12]}")
     grids.warn(console, *warnings)

@@ -101,8 +101,8 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
             "which changed since; give the run back its data, or score this with --other-data"
         )
     if other:
-        found, had = data.infer(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
-        for name in recipe.task.inferred:
+        found, had = data.settle(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+        for name in recipe.task.settled:
             require(f"data: {name}", found[name], f"{had[name]}, as the model of {folder} has it", found[name] == had[name])
     return data, other
 

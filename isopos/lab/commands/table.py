@@ -150,11 +150,11 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
     """Those with a scheme that are asked for, or for which there are packages, the baseline first."""
-    from isopos.lab.tasks.attentions import missing_package
+    from isopos.lab.tasks.attentions import absence
 
     rows = [row for row in table.rows if row.scheme]
     if not chosen:
-        absent = {row.name: missing for row in rows if (missing := missing_package(row.scheme))}
+        absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
         grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
         rows = [row for row in rows if row.name not in absent]
     if chosen:
@@ -218,7 +218,7 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
         recipe = recipe.edit(start=str(start))
     if (place / "recipe.json").exists():
         before = recipe_of(place)
-        then, now = before.as_dict(), recipe.with_inferred(before)
+        then, now = before.as_dict(), recipe.settled_as(before)
         recipe = now.edit(data=then["data"]) if corpus and "data" in now.names else now
         same_recipe(place, recipe)
     metrics = [table.metric(column) for column in table.columns if column.corpus == corpus]
@@ -323,7 +323,7 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
     """Train a cell, from the start or its last checkpoint, and score it; scores.json is written last."""
     from isopos.lab.training import run as training
 
-    begun, recipe = time.perf_counter(), data.infer(cell.recipe)
+    begun, recipe = time.perf_counter(), data.settle(cell.recipe)
     result = training.train(recipe, data, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
     status = result.status if result else "not the first process"
     found = _scores(cell, data, recipe) if status == "finished" else {}

@@ -71,11 +71,11 @@ def run(options: Options, console: Console) -> int:
     if first:
         check_free(folder)
     if resume:
-        same_recipe(folder, recipe.with_inferred(recipe_of(folder)))
+        same_recipe(folder, recipe.settled_as(recipe_of(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
-    recipe = data.infer(recipe)
+    recipe = data.settle(recipe)
     check_memory(recipe)
     grids.say(console, f"data: {data.name}, {data.summary}")
     grids.warn(console, *warnings)

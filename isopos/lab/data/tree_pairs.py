@@ -156,12 +156,12 @@ def read_trees(source: str, console: "Console | None" = None) -> TreePairs:
 
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
-            sequences, left = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
-            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, left):
+            sequences, dropped = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
+            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, dropped):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
             names, arities = [label for label, _ in known], [arity for _, arity in known]
-            return {"names": names, "arities": arities, "left": {"repeated": left["repeated"]}}
+            return {"names": names, "arities": arities, "left": {"repeated": dropped["repeated"]}}
 
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])

@@ -154,9 +154,7 @@ def _fill(
         writer.add(f"{where}-nodes", one.nodes)
         classes.add(where, one.row)
         branches = max(branches, 1 + int(one.nodes[:, 1].max()))
-    names, labels = classes.numbered()
-    for name, numbers in labels.items():
-        writer.add(f"{name}-labels", numbers)
+    names = classes.write(writer)
     return {"classes": names, "words": words, "branches": branches}
 
 

@@ -91,7 +91,7 @@ class Glue(Task):
         return []
 
     def origin(self, recipe: Recipe) -> Path | None:
-        from isopos.lab.tasks.build import warm_start_recipe, build_scheme
+        from isopos.lab.tasks.build import build_scheme, warm_start_recipe
 
         if not self.start:
             return None

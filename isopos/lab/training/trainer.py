@@ -116,7 +116,7 @@ class _Training(LightningModule):
         self.begin, self.first = begin, begin["step"] if begin else 0
         self.model = recipe.task.model(recipe)
         if begin is None and (origin := recipe.task.origin(recipe)) is not None:
-            checkpoints.begin_with(self.model, origin, recipe.task.reinitialised(recipe))
+            checkpoints.begin_with(self.model, origin, recipe.task.anew(recipe))
         self.losses: list[Tensor] = []
         self.step, self.status, self.best = self.first, "finished", (0, math.inf)  # step and rank
         self.ended = self.stopping = self.sharded = False
