@@ -122,7 +122,7 @@ def test_samples_have_a_longest():
         assert {block.attention.length for block in task.model(one).blocks} == {longest}
 
 
-def test_a_missing_package(monkeypatch, isopos):
+def test_a_absence(monkeypatch, isopos):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     one, remedy = recipe("reformer"), "needs the package transformers: pip install 'isopos[peers]'"
     with pytest.raises(ValueError, match=f"attention: reformer {remedy}".replace("[", "\\[")):

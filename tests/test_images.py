@@ -3,10 +3,8 @@
 import base64
 import io
 import json
-import os
 import pickle
 import re
-import shutil
 import tarfile
 import zipfile
 from pathlib import Path
@@ -167,7 +165,7 @@ def test_sizes_below_zero_are_refused_before_anything_is_read(tmp_path):
 
 
 def test_modes_of_images(tmp_path):
-    """Grey images stay grey until one has colours; alpha is over white, 16 bits are 8, EXIF turns, palettes are colours."""
+    """Grey images stay grey until one has colours; alpha is over white, 16 bits are 8, palettes are colours."""
     for n in range(2):
         paint(tmp_path / "a" / f"{n}.png", 51 + n)
         paint(tmp_path / "b" / f"{n}.png", 1, mode="1")
@@ -190,19 +188,6 @@ def test_modes_of_images(tmp_path):
     luma = (found.pixels.astype(float) * np.array([0.299, 0.587, 0.114])[:, None, None]).sum(1)
     assert np.abs(grey.pixels[:, 0] - luma).max() <= 1
     assert np.array_equal(grey.labels, found.labels)
-
-    shutil.rmtree(tmp_path / "a")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter to the right
-    turned = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3))
-    (tmp_path / "a").mkdir()
-    turned.save(tmp_path / "a" / "1.png", exif=exif)
-    paint(tmp_path / "a" / "2.png", 9, size=(2, 3))
-    for path in (tmp_path / "b").iterdir():
-        paint(path, 9, size=(2, 3))
-    found = read_images(str(tmp_path))
-    assert found.pixels.shape[2:] == (3, 2)
-    assert [[3, 0], [4, 1], [5, 2]] in found.pixels[:, 0].tolist()
 
 
 TURNS = {  # by the orientation of EXIF
@@ -328,18 +313,6 @@ def test_images_are_decoded_once_whatever_their_folder_is_called(tmp_path, monke
     paint(tmp_path / "moved" / "lying" / "1.png", 3)
     with pytest.raises(TypeError, match="NoneType"):  # another content is decoded anew
         read_images(str(tmp_path / "moved"))
-
-
-@pytest.mark.parametrize("file", ["pixels.bin", "rows.bin", "about.json"])
-def test_a_damaged_cache_is_told_with_its_remedy(tmp_path, file):
-    source = bars(tmp_path / "bars", 8)
-    read_images(source)
-    (path,) = Path(os.environ["ISOPOS_CACHE"]).glob(f"images-*/{file}")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content if file != "about.json" else b"{}")
-    with pytest.raises(ValueError, match=rf"{file}: .*; remove .*, and it is prepared again"):
-        read_images(source)
 
 
 def test_drawn_digits_are_those_of_their_seed_and_have_room():

@@ -16,7 +16,7 @@ from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES
 from isopos.lab.reports import paper
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
-from isopos.lab.tasks.attentions import missing_package
+from isopos.lab.tasks.attentions import absence
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.training import run as training
 from isopos.lab.training.run import check_recipe
@@ -28,7 +28,7 @@ TINY = ["--scale", "tiny", "--rows", ROWS]
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_loads_and_its_schemes_build(name):
     table = load_table(name)
-    rows = [row for row in table.rows if row.scheme and not missing_package(row.scheme)]
+    rows = [row for row in table.rows if row.scheme and not absence(row.scheme)]
     for row in rows:
         for scale in table.scales:
             for corpus in table.corpora or [None]:

@@ -152,3 +152,15 @@ def test_a_damaged_run_is_named_and_hides_no_other(isopos, tmp_path):
     assert code == 0
     assert "cannot be read" in out
     assert "% accuracy" in out
+
+
+def test_methods_of_tasks_and_data_keep_their_earlier_names_for_a_version(own):
+    toy = own("toy_task")
+    with pytest.warns(DeprecationWarning, match="Old.settle is infer now; the old name goes in the next version"):
+        old = type("Old", (toy.Shuffles,), {"settle": lambda self, recipe: recipe.edit(steps=7)})
+    assert old().infer(Recipe()).training.steps == 7
+    new = type("New", (toy.Shuffles,), {"infer": lambda self, recipe: recipe.edit(steps=8)})
+    assert new().settle(Recipe()).training.steps == 8
+    with pytest.warns(DeprecationWarning, match="Older.settled is inferred now"):
+        older = type("Older", (toy.Order,), {"settled": ("length",)})
+    assert older().inferred == ("length",)

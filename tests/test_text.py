@@ -255,16 +255,6 @@ def test_what_is_prepared_is_kept_and_a_change_is_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
     path.write_text(as_csv(samples(70)))
     assert texts.load_texts(str(path)).arrays.sha256 != first.arrays.sha256
-    (broken,) = [
-        one
-        for one in (tmp_path / "cache").glob("texts-*/train-tokens.bin")
-        if one.stat().st_size > len(first.arrays["train-tokens"])
-    ]
-    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
-    with pytest.raises(
-        ValueError, match=r"train-tokens\.bin: its content is not what was written; remove .*, and it is prepared"
-    ):
-        texts.load_texts(str(path))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])

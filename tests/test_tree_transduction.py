@@ -44,17 +44,17 @@ def ready(scheme=TREE, **edits):
     return data.infer(recipe), data
 
 
-def bush(text):
+def labelled(text):
     """Labels that are numbers."""
     labels, arities = parse(text)
     return LabelledTree(tuple(map(int, labels)), tuple(arities))
 
 
-def said(one):
+def as_text(one):
     return s_expression([*map(str, one.labels)], one.arities)
 
 
-def any_bush(seed, depth=5):
+def random_tree(seed, depth=5):
     """A tree with nodes of 0 to 3 children."""
     random = np.random.default_rng(seed)
     arities, waiting = [], [depth]
@@ -71,7 +71,7 @@ def any_bush(seed, depth=5):
     [("7", "7"), ("(7 1 2)", "(7 2 1)"), ("(7 (8 1 2) 3)", "(7 3 (8 2 1))"), ("(7 (8 1 (9 2 3)) 4)", "(7 4 (8 (9 3 2) 1))")],
 )
 def test_mirror_images_by_hand(source, target):
-    assert said(mirror(bush(source))) == target
+    assert as_text(mirror(labelled(source))) == target
 
 
 @pytest.mark.parametrize(
@@ -86,18 +86,18 @@ def test_mirror_images_by_hand(source, target):
 )
 def test_one_step_of_reduction_by_hand(source, target):
     """Sums modulo 3 of nodes whose children are both leaves, all at once."""
-    assert said(reduce_pairs(bush(source), lambda _, a, b: (a + b) % 3)) == target
+    assert as_text(reduce_pairs(labelled(source), lambda _, a, b: (a + b) % 3)) == target
 
 
 @given(st.integers(0, 10_000), st.sampled_from(ORDERS))
 def test_orders_rows_and_text_are_one_tree(seed, order):
-    one = any_bush(seed)
+    one = random_tree(seed)
     labels, rows = in_order(one, order)
     assert from_order(labels, in_order(LabelledTree(one.arities, one.arities), order)[0], order) == one
-    assert bush(said(one)) == one
+    assert labelled(as_text(one)) == one
     Tree(3).check(torch.tensor(rows))
     if order == "depth":
-        assert torch.tensor(rows).equal(tree(said(one))) or len(rows) == 1
+        assert torch.tensor(rows).equal(tree(as_text(one))) or len(rows) == 1
     else:
         depth = [0]
         for parent, _ in rows[1:]:
@@ -112,7 +112,7 @@ def test_orders_rows_and_text_are_one_tree(seed, order):
 @given(st.integers(0, 10_000), st.sampled_from(ORDERS))
 def test_the_place_of_the_next_node_is_known_from_those_before(seed, order):
     """Node by node, and none is to come exactly at the end."""
-    one = any_bush(seed)
+    one = random_tree(seed)
     labels, rows = in_order(one, order)
     arities, grown = in_order(LabelledTree(one.arities, one.arities), order)[0], TreeBuilder(order)
     for n, arity in enumerate(arities):
@@ -125,8 +125,7 @@ def test_the_place_of_the_next_node_is_known_from_those_before(seed, order):
     assert len(labels) == len(rows)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "order"), [("left", "breadth"), ("right", "depth")])
 def test_chains_of_any_depth(order, side, tmp_path):
     """10,000 nodes below each other, each with a leaf beside it."""
     chain_of = LabelledTree((3,) * DEEP + (1,) * (DEEP + 1), (2,) * DEEP + (0,) * (DEEP + 1))  # (3 (3 (3 1 1) 1) 1)
@@ -139,9 +138,9 @@ def test_chains_of_any_depth(order, side, tmp_path):
     assert max(branch for _, branch in rows) == 1
     assert from_order(*(in_order(LabelledTree(x, chain_of.arities), order)[0] for x in chain_of), order) == chain_of
     assert max(subtree_sizes(chain_of)) == 2 * DEEP + 1
-    text = said(chain_of)
+    text = as_text(chain_of)
     small = "".join(f"({n} 1)\t{n}\n" for n in range(4, 90))
-    (tmp_path / "deep.tsv").write_text(f"{text}\t{said(flipped)}\n{small}")
+    (tmp_path / "deep.tsv").write_text(f"{text}\t{as_text(flipped)}\n{small}")
     found = read_trees(str(tmp_path / "deep.tsv"))
     assert max(len(pair[0].labels) for rows in found.pairs.splits.values() for pair in rows) == 2 * DEEP + 1
 

@@ -42,7 +42,7 @@ def generate(options: Options) -> Iterator[str]:
 
     from isopos.lab.data.tokenizers import tokenizer_of
     from isopos.lab.runs import checkpoints
-    from isopos.lab.tasks.decoding import generate_text
+    from isopos.lab.tasks.decoding import pieces
     from isopos.models import Decoder
 
     folder, prompt, tokens = Path(options.run), options.prompt, options.tokens
@@ -67,4 +67,4 @@ def generate(options: Options) -> Iterator[str]:
             f"tokens: expected at most {longest - len(text)} after this prompt, for which the scheme has positions"
         )
     start = torch.from_numpy(text)[None]
-    return generate_text(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(options.seed))
+    return pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(options.seed))

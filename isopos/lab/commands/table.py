@@ -148,7 +148,7 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
     """The requested rows that have a scheme, or all whose packages are installed; the baseline first."""
-    from isopos.lab.tasks.attentions import missing_package
+    from isopos.lab.tasks.attentions import absence
 
     rows = [row for row in table.rows if row.scheme]
     if chosen:
@@ -159,7 +159,7 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
                 raise piece.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
         rows = [row for row in rows if row.name in wanted or row.scheme in wanted]
     else:
-        absent = {row.name: missing for row in rows if (missing := missing_package(row.scheme))}
+        absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
         grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
         rows = [row for row in rows if row.name not in absent]
     return sorted(rows, key=lambda row: row.name != table.baseline)  # the baseline first

@@ -1,1 +1,1 @@
-"""Text: where it comes from, how it becomes tokens, and where those are kept."""
+"""Data of tasks: sources of text, trees, images and time series, tokenizers, splits, and the cache."""

@@ -231,15 +231,15 @@ def read_expressions(source: str, console: "Console | None" = None) -> Splits[Ex
         if not names:
             raise _nothing(f"in files that end with .tsv or .tsv.gz, got none in {source}")
 
-        def rows(left: Counter[str]) -> Iterator[tuple[str, Expression]]:
+        def rows(dropped: Counter[str]) -> Iterator[tuple[str, Expression]]:
             for name, blocks in files.read(raw=False):
                 if name in names:
                     yield from ((name, row) for row in _rows(name, lines_of(name, blocks)))
 
         def fill(writer: Writer) -> dict[str, int]:
-            left = Counter()
-            write(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), left))
-            return dict(left)
+            dropped = Counter()
+            write(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), dropped))
+            return dict(dropped)
 
         return splits_of(preparation.arrays("expressions", fill))
 

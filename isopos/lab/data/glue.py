@@ -112,8 +112,8 @@ def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: "Console
         (files,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
-            left = Counter()
-            facts = _fill(writer, read_glue(files, name, left), tokenizer, left)
+            dropped = Counter()
+            facts = _fill(writer, read_glue(files, name, dropped), tokenizer, dropped)
             for split, file in (("train", "train.tsv"), ("validation", "dev.tsv")):
                 if not facts["rows"][split]:
                     raise ValueError(f"data: expected {name}'s {file} with labels, or a .gz of it, got none in {source}")
@@ -122,17 +122,19 @@ def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: "Console
         return preparation.arrays("glue", fill, name, tokenizer.fingerprint)
 
 
-def _fill(writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, left: Counter[str]) -> dict[str, Any]:
+def _fill(
+    writer: Writer, samples: Iterable[tuple[str, Sample]], tokenizer: Tokenizer, dropped: Counter[str]
+) -> dict[str, Any]:
     sequences, rows = {split: Ragged(writer, split, tokenizer.size) for split in SPLITS}, dict.fromkeys(SPLITS, 0)
     for split, sample in samples:
         for text in sample.texts:
             sequences[split].add(tokenizer.encode(text))
         writer.add(f"{split}-answers", np.array([sample.answer], np.float64))
         rows[split] += 1
-    return {"rows": rows, "left": dict(left)}
+    return {"rows": rows, "left": dict(dropped)}
 
 
-def read_glue(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[str, Sample]]:
+def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tuple[str, Sample]]:
     """The split and the sample of each row of .tsv or .tsv.gz tables.
 
     The name of a file denotes its split: train, dev (validation), mismatched or test. Other files, files of ids, and the
@@ -141,7 +143,7 @@ def read_glue(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[s
     Args:
         source: A folder or an archive.
         name: A key of `SUBSETS`.
-        left: Counts what is skipped.
+        dropped: Counts what is skipped.
 
     Raises:
         ValueError: If a row is wrong (with file and line).
@@ -151,10 +153,10 @@ def read_glue(source: Source, name: str, left: Counter[str]) -> Iterator[tuple[s
         if path.suffix.lower() != ".tsv" or SKIPPED & {*path.parts}:
             continue
         if split := _split(path.stem):
-            for sample in _samples(file, split, SUBSETS[name], whole_lines(blocks), left):
+            for sample in _samples(file, split, SUBSETS[name], whole_lines(blocks), dropped):
                 yield split, sample
         else:
-            left[f"the file {path.name}"] += 1
+            dropped[f"the file {path.name}"] += 1
 
 
 def _split(stem: str) -> str:
@@ -163,7 +165,7 @@ def _split(stem: str) -> str:
     return next((split for word, split in known.items() if word in words), "")
 
 
-def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], left: Counter[str]) -> Iterator[Sample]:
+def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], dropped: Counter[str]) -> Iterator[Sample]:
     text = (line for block in blocks for line in block.decode(errors="replace").removesuffix("\n").split("\n"))
     lines = ((number, line.split("\t")) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (1, [""]))
@@ -172,7 +174,7 @@ def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], lef
     if {*wanted} <= {*names}:
         at = tuple(map(names.index, wanted))
     elif {*subset.texts} <= {*names} and split == "test":
-        left["rows without labels"] += sum(1 for _ in lines)
+        dropped["rows without labels"] += sum(1 for _ in lines)
         return
     else:
         at, lines = subset.plain, chain([(number, first)], lines)
@@ -182,7 +184,7 @@ def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], lef
             )
     for number, cells in lines:
         if subset.ragged and len(cells) <= max(at):
-            left["rows that lack columns"] += 1
+            dropped["rows that lack columns"] += 1
             continue
         try:
             yield _sample(cells, at, subset)

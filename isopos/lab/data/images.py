@@ -81,8 +81,8 @@ def digits(height: int = 0, width: int = 0) -> ImageDataset:
     """Synthetic digits: 8000 for training, 1000 for validation and 1000 for test, by default of 28 x 28 pixels.
 
     Examples:
-        >>> digits(12, 8).pixels.shape
-        (10000, 1, 12, 8)
+        >>> digits(6, 4).pixels.shape
+        (10000, 1, 6, 4)
     """
     if min(height, width) < 0:
         raise ValueError(f"height: expected pixels, or 0 for {SIDE}, got {height} x {width}")

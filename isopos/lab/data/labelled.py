@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from isopos.lab.data.arrays import Writer
 from isopos.lab.data.prepare import SPLITS, named_split, split_rule
 from isopos.lab.data.sources import Source
 
@@ -285,7 +286,7 @@ def assign_splits(
     rows: Callable[[Counter[str]], Iterable[tuple[str, Any]]],
     names: Iterable[str],
     content: Callable[[Any], tuple[bytes, bytes]],
-    left: Counter[str],
+    dropped: Counter[str],
 ) -> Iterator[tuple[str, Any]]:
     """Pairs of a split and a row, in order; splits follow from file names and hashes, see `split_rule`.
 
@@ -295,13 +296,13 @@ def assign_splits(
         rows: Yields file names and rows, and counts the rows that it drops; called twice if names make the splits.
         names: Names of the files.
         content: Of a row two byte strings: the first is hashed to choose its split, the second is equal for equal rows.
-        left: Counts dropped rows.
+        dropped: Counts dropped rows.
     """
     named = {name: named_split(name) for name in names}
     into, held = split_rule(named.values()), {split: set() for split in SPLITS[1:]}
 
-    def placed(left: Counter[str]) -> Iterator[tuple[str, bytes, Any]]:
-        for name, row in rows(left):
+    def placed(dropped: Counter[str]) -> Iterator[tuple[str, bytes, Any]]:
+        for name, row in rows(dropped):
             hashed, whole = content(row)
             yield into(named[name], hashed), hashlib.sha256(whole).digest()[:16], row
 
@@ -309,9 +310,9 @@ def assign_splits(
         for split, digest, _ in placed(Counter()):
             if split in held:
                 held[split].add(digest)
-    for split, digest, row in placed(left):
+    for split, digest, row in placed(dropped):
         if any(digest in held[later] for later in SPLITS[SPLITS.index(split) + 1 :]):
-            left["repeated"] += 1
+            dropped["repeated"] += 1
         else:
             yield split, row
 
@@ -322,7 +323,7 @@ def _split_of_folder(folder: PurePosixPath) -> str | None:
 
 
 class Classes:
-    """Collects the labels of rows by split; `numbered` turns them into numbers of classes."""
+    """Collects the labels of rows by split; `write` writes them as numbers of classes."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -336,8 +337,8 @@ class Classes:
             self._first.append((row.file, row.line))
         self._rows[split].append(number)
 
-    def numbered(self) -> tuple[list[str], dict[str, np.ndarray]]:
-        """The sorted names of the classes, and the class of each row by split.
+    def write(self, writer: Writer) -> list[str]:
+        """Write SPLIT-labels, the class of each row; return the sorted names of the classes.
 
         Raises:
             ValueError: If train or validation has no row, train lacks a class, or there are too few or too many classes.
@@ -358,4 +359,6 @@ class Classes:
         integers = all(label.removeprefix("-").isdecimal() for label in self._numbers)
         names = sorted(self._numbers, key=int if integers else str)
         order = np.argsort(np.array([self._numbers[name] for name in names]))
-        return names, {split: order[np.array(rows, np.int64)] for split, rows in self._rows.items()}
+        for split, rows in self._rows.items():
+            writer.add(f"{split}-labels", order[np.array(rows, np.int64)])
+        return names

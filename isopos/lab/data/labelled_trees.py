@@ -5,9 +5,12 @@ No function here recurses, so trees may have any depth.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from isopos.trees import Unread
 
 __all__ = [
     "LabelledTree",
@@ -18,6 +21,7 @@ __all__ = [
     "in_order",
     "mirror",
     "parse",
+    "problem_of",
     "random_shape",
     "reduce_pairs",
     "s_expression",
@@ -207,6 +211,11 @@ def parse(text: str) -> tuple[list[str], list[int]]:
 
     rows, labels = read(text)
     return labels, arities_of(np.array(rows)[:, 0])
+
+
+def problem_of(error: "Unread") -> str:
+    """The message of an error of `parse`, without its place in the text and the remedy."""
+    return str(error).removeprefix("tree: ").replace(f" at {error.at}", "").partition(";")[0]
 
 
 def s_expression(labels: Sequence[str], arities: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ def sequences(
     )
 
 
-def read_pairs(source: str, languages: str, left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+def read_pairs(source: str, languages: str, dropped: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """The split and the texts of each pair: rows of tables with two columns, or lines of two files.
 
     Names that contain train, valid and test make the splits; without valid, a tenth of train is held out, and where none
@@ -72,7 +72,7 @@ def read_pairs(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
             folder; or hf:NAME[:CONFIG] of the hub.
         languages: Suffixes of the files in a folder, as en,de for train.en and train.de; all may be packed, as train.en.gz.
             For a dataset its two columns or languages; by default source,target.
-        left: Counts dropped pairs: those with an empty side, and those that a later split has, too.
+        dropped: Counts dropped pairs: those with an empty side, and those that a later split has, too.
 
     Raises:
         ValueError: If there is nothing to read, a row does not have two columns, two files differ in their numbers of
@@ -93,16 +93,16 @@ def read_pairs(source: str, languages: str, left: Counter[str]) -> Iterator[tupl
         else:
             yield from ((name, pair) for name, _, pair in table_pairs(sources[0]))
 
-    def full(left: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    def full(dropped: Counter[str]) -> Iterator[tuple[str, tuple[str, str]]]:
         for name, pair in pairs():
             if all(side.strip() for side in pair):
                 yield name, pair
             else:
-                left["with an empty side"] += 1
+                dropped["with an empty side"] += 1
 
     first = [".jsonl"] if source.startswith("hf:") else [f".{endings[0]}"] if endings else None
     names = [sources[0].name] if len(sources) == 2 else table_names(sources[0], first)
-    return assign_splits(full, names, split_keys, left)
+    return assign_splits(full, names, split_keys, dropped)
 
 
 def split_keys(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
@@ -136,11 +136,11 @@ def load_pairs(
             return (f"{side}\n" for split, pair in read if split == "train" for side in pair)
 
         def fill(writer: Writer) -> dict[str, Any]:
-            sequences, left = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
-            for name, pair in read_pairs(source, languages, left):
+            sequences, dropped = {name: Ragged(writer, name, used.size) for name in SPLITS}, Counter()
+            for name, pair in read_pairs(source, languages, dropped):
                 for side in pair:
                     sequences[name].add(used.encode(side))
-            return {reason: left[reason] for reason in ("repeated", "with an empty side")}
+            return {reason: dropped[reason] for reason in ("repeated", "with an empty side")}
 
         used = preparation.tokenizer(tokenizer, vocabulary, training, languages)
         arrays = preparation.arrays("pairs", fill, languages, used.fingerprint)

@@ -137,8 +137,8 @@ def _prepared(
     """The texts of a source, which is read once for each of its hash, a vocabulary, and its tokens."""
     (source,), split = preparation.sources, row_splits(preparation.names)
 
-    def reading(stage: str, left: list[str]) -> Iterator[Row]:
-        for n, row in enumerate(rows(source, preparation.names, columns, label, left.append)):
+    def reading(stage: str, skipped: list[str]) -> Iterator[Row]:
+        for n, row in enumerate(rows(source, preparation.names, columns, label, skipped.append)):
             for name, value in zip(columns, row.values, strict=True):
                 if not isinstance(value, str) or not value.strip():
                     got = "an empty one" if isinstance(value, str) else repr(value)[:40]
@@ -152,15 +152,15 @@ def _prepared(
         return (text for row in read if split(row.file, "\n".join(row.values)) == "train" for text in row.values)
 
     def fill(writer: Writer) -> dict[str, object]:
-        left: list[str] = []
-        return _fill(writer, reading("writing tokens", left), split, tokenizer, left)
+        skipped: list[str] = []
+        return _fill(writer, reading("writing tokens", skipped), split, tokenizer, skipped)
 
     tokenizer = preparation.tokenizer(kind, vocabulary, training, columns, label)
     return Texts(source.name, tokenizer, preparation.arrays("texts", fill, columns, label, tokenizer.fingerprint))
 
 
 def _fill(
-    writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, left: list[str]
+    writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, skipped: list[str]
 ) -> dict[str, object]:
     """Write tokens, starts and labels of rows; return the classes and the skipped files."""
     classes, each, sequences = Classes(), 1, {name: Ragged(writer, name, tokenizer.size) for name in SPLITS}
@@ -172,7 +172,5 @@ def _fill(
             except ValueError as error:
                 raise row_error(row.file, row.line, str(error)) from None
         classes.add(where, row)
-    names, labels = classes.numbered()
-    for name, numbers in labels.items():
-        writer.add(f"{name}-labels", numbers)
-    return {"classes": names, "each": each, "left": {file: left.count(file) for file in sorted({*left})}}
+    names = classes.write(writer)
+    return {"classes": names, "each": each, "left": {file: skipped.count(file) for file in sorted({*skipped})}}

@@ -9,7 +9,16 @@ import numpy as np
 
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
 from isopos.lab.data.labelled import assign_splits
-from isopos.lab.data.labelled_trees import LabelledTree, mirror, parse, random_shape, reduce_pairs, subtree, subtree_sizes
+from isopos.lab.data.labelled_trees import (
+    LabelledTree,
+    mirror,
+    parse,
+    problem_of,
+    random_shape,
+    reduce_pairs,
+    subtree,
+    subtree_sizes,
+)
 from isopos.lab.data.pairs import pair_source, table_names, table_pairs
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source
@@ -156,12 +165,12 @@ def read_trees(source: str, console: "Console | None" = None) -> TreePairs:
 
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
-            sequences, left = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
-            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, left):
+            sequences, dropped = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
+            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, dropped):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
             names, arities = [label for label, _ in known], [arity for _, arity in known]
-            return {"names": names, "arities": arities, "left": {"repeated": left["repeated"]}}
+            return {"names": names, "arities": arities, "left": {"repeated": dropped["repeated"]}}
 
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
@@ -193,7 +202,7 @@ def _trees(source: Source, known: dict[tuple[str, int], int]) -> Iterator[tuple[
                 labels, arities = parse(text)
             except Unread as error:
                 side = " of the target" if made else ""
-                problem = f"line {number}, column {error.at + 1}{side}: {error.message.partition(';')[0]}"
+                problem = f"line {number}, column {error.at + 1}{side}: {problem_of(error)}"
                 raise ValueError(f"data: {name}, {problem}; repair or remove the line") from None
             tokens = [known.setdefault(token, len(known)) for token in zip(labels, arities, strict=True)]
             made.append(LabelledTree(tuple(tokens), tuple(arities)))

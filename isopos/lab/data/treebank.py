@@ -18,7 +18,7 @@ import numpy as np
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, row_error, row_splits, table_rows
-from isopos.lab.data.labelled_trees import arities_of, s_expression
+from isopos.lab.data.labelled_trees import arities_of, problem_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source
 from isopos.trees import Unread, read
@@ -154,9 +154,7 @@ def _fill(
         writer.add(f"{where}-nodes", one.nodes)
         classes.add(where, one.row)
         branches = max(branches, 1 + int(one.nodes[:, 1].max()))
-    names, labels = classes.numbered()
-    for name, numbers in labels.items():
-        writer.add(f"{name}-labels", numbers)
+    names = classes.write(writer)
     return {"classes": names, "words": words, "branches": branches}
 
 
@@ -191,7 +189,7 @@ def _tree(row: Row, inner: bool) -> Read:
             raise Unread(f"expected an s-expression or nested lists, got {str(value)[:40]}", 0)
         rows, labels = read(value)
     except Unread as error:
-        raise row_error(row.file, row.line, error.message.partition(";")[0], error.at + row.start) from None
+        raise row_error(row.file, row.line, problem_of(error), error.at + row.start) from None
     rows = np.array(rows)
     if row.label:
         return Read(row._replace(values=(value if isinstance(value, str) else to_text(labels, rows),)), rows, labels)

@@ -14,14 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.deprecation import renamed
 from isopos.models import Classifier, Encoder, PairClassifier, Vision
 from isopos.scheme import Scheme
 from isopos.spec import of_layers, split_spec
 
-__all__ = ["BASELINES", "check_baseline", "missing_package", "replace_attention"]
-
-__getattr__ = renamed(__name__, {"absence": "isopos.lab.tasks.attentions.missing_package"})
+__all__ = ["BASELINES", "absence", "check_baseline", "replace_attention"]
 
 KERNEL = 35  # width of Nyströmformer's convolution in tokens
 HASHES = 2  # rounds of hashing in Reformer
@@ -170,7 +167,7 @@ BASELINES: dict[str, type[BaselineAttention]] = {
 PACKAGED = ("nystromformer", "reformer")  # from transformers
 
 
-def missing_package(spec: str) -> str:
+def absence(spec: str) -> str:
     """A message about the missing package of a scheme's attention, with the remedy; "" if nothing is missing."""
     name = next((found for one in of_layers(spec) if (found := split_spec(one)[1].get("attention", "")) in PACKAGED), "")
     if not name or importlib.util.find_spec("transformers") is not None:
@@ -185,7 +182,7 @@ def check_baseline(name: str, scheme: Scheme, spec: str) -> None:
             f"schemes: expected positions that are added to embeddings, as of sinusoidal and learned, or none, with "
             f"attention={name}, got {spec}"
         )
-    if missing := missing_package(spec):
+    if missing := absence(spec):
         raise ValueError(f"attention: {missing}")
 
 

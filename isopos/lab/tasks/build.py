@@ -79,6 +79,7 @@ def check_group(
     field: str = "longest",
     remedy: str = "leaves longer ones out",
     branches: int = 0,
+    axes: int = 0,
 ) -> Scheme | PerLayer:
     """The scheme of a recipe (see `build_scheme`), after checks that it fits the samples.
 
@@ -90,12 +91,13 @@ def check_group(
         field: The field of the task that limits the length.
         remedy: The effect of a smaller value of that field.
         branches: Largest number of children in the samples' trees.
+        axes: Largest number of axes of grids; 0: any.
 
     Raises:
         ValueError: If the scheme has positions of another kind, or too few.
     """
     scheme = build_scheme(recipe)
-    if not isinstance(scheme.group, kinds):
+    if not isinstance(scheme.group, kinds) or (axes and not (scheme.group.is_grid and scheme.group.columns <= axes)):
         name = split_spec(of_layers(recipe.scheme)[0])[0]
         raise ValueError(
             f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}; "

@@ -13,11 +13,9 @@ from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 
-__all__ = ["generate_text", "perplexity", "sample_tokens", "tokens_at_once", "unscorable"]
+__all__ = ["perplexity", "pieces", "sample_tokens", "tokens_at_once", "unscorable"]
 
-__getattr__ = renamed(
-    __name__, {"choose": "isopos.lab.tasks.decoding.sample_tokens", "pieces": "isopos.lab.tasks.decoding.generate_text"}
-)
+__getattr__ = renamed(__name__, {"choose": "isopos.lab.tasks.decoding.sample_tokens"})
 
 PIECE = 4096  # largest number of tokens per call
 LOGITS = 1 << 27  # largest number of logits per call
@@ -127,7 +125,7 @@ def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: t
 
 
 @torch.no_grad()
-def generate_text(
+def pieces(
     model: Decoder,
     tokenizer: Tokenizer,
     start: Tensor,

@@ -104,12 +104,7 @@ class Images(Task):
         from isopos.lab.tasks.build import check_group, repeated_positions
         from isopos.positions import Line, Product
 
-        where = "on a line or on a grid of 2 axes, which images have"
-        scheme = check_group(recipe, (Line, Product), where)
-        if not scheme.group.is_grid or scheme.group.columns > 2:
-            raise ValueError(
-                f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}"
-            )
+        scheme = check_group(recipe, (Line, Product), "on a line or on a grid of 2 axes, which images have", axes=2)
         require("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
         if self.mixup or self.cutmix:
             t = recipe.training

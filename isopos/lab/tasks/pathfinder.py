@@ -10,7 +10,7 @@ import numpy as np
 
 from isopos.deprecation import renamed
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Recipe, Task, require
+from isopos.lab.tasks.task import Recipe, Task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,8 +62,7 @@ class Pathfinder(Task):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Product
 
-        group = check_group(recipe, (Line, Product), "in a row or on a grid of 2 axes, which pixels have").group
-        require("schemes", group.noun, "positions in a row or on a grid of 2 axes", group.is_grid and group.columns <= 2)
+        check_group(recipe, (Line, Product), "in a row or on a grid of 2 axes, which pixels have", axes=2)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data.labelled import similar_classes
 from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Labelled", "Samples", "accuracy", "padded"]
+__all__ = ["Labelled", "Samples", "accuracy", "majority", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
@@ -31,6 +32,18 @@ def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
         Metric("accuracy", "accuracy", "higher", ".1%", note=f"accuracy: share of {what} {right}"),
         Metric("nats", "nats", note="nats: cross-entropy of their classes"),
     )
+
+
+def majority(labels: np.ndarray, classes: Sequence[str]) -> str:
+    """The accuracy of the most frequent class, and a warning about similar classes, for a summary.
+
+    Examples:
+        >>> majority(np.array([0, 1, 1]), ("no", "yes"))
+        '; without a model: at most 66.7%, of yes'
+    """
+    counts, warning = np.bincount(labels, minlength=len(classes)), similar_classes(classes)
+    share = f"; without a model: at most {counts.max() / counts.sum():.1%}, of {classes[int(counts.argmax())]}"
+    return f"{share}; {warning}" if warning else share
 
 
 def padded(sequences: Sequence[Any], fill: int = 0) -> "tuple[Tensor, Tensor]":

@@ -264,16 +264,14 @@ def _varying(series: "Series", rows: int) -> "tuple[Series, list[str]]":
     for title, known in zip(series.titles, (~np.isnan(train)).sum(0), strict=True):
         if known < 2:
             raise ValueError(f"data: expected values of {title} in the first {rows} rows, to train on, got {known}")
-    varies = (np.nanstd(train, axis=0) > CONSTANT * np.nanmax(np.abs(train), axis=0)).tolist()
-    titles = {
-        kind: [title for title, one in zip(series.titles, varies, strict=True) if one == kind] for kind in (True, False)
-    }
-    if not titles[True]:
+    varies = np.nanstd(train, axis=0) > CONSTANT * np.nanmax(np.abs(train), axis=0)
+    titles = np.array(series.titles, object)
+    if not varies.any():
         raise ValueError(
             f"data: expected values that vary in the first {rows} rows, to train on, got constant ones alone in "
-            f"{series.name}: {', '.join(titles[False])[:200]}"
+            f"{series.name}: {', '.join(titles)[:200]}"
         )
-    return replace(series, titles=tuple(titles[True]), values=series.values[:, varies]), titles[False]
+    return replace(series, titles=tuple(titles[varies]), values=series.values[:, varies]), [*titles[~varies]]
 
 
 def _kinds_of(scheme: Any) -> tuple[bool, str]:

@@ -170,6 +170,7 @@ class Task(ABC):
     limits: ClassVar[tuple[tuple[str | tuple[str, ...], int, int], ...]] = ()
     """Names of fields, their smallest and their largest value."""
     inferred: ClassVar[tuple[str, ...]] = ()  # fields that are inferred from the data if they are 0
+    settled: ClassVar[tuple[str, ...]] = ()  # earlier name of `inferred`
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields and options of a `View` that can be chosen
 
     def __init_subclass__(cls) -> None:
@@ -210,6 +211,8 @@ class Task(ABC):
     def reinitialised(self, recipe: "Recipe") -> tuple[str, ...]:
         """Prefixes of the names of weights that a warm start reinitialises: by default the head."""
         return ("head.",)
+
+    anew = reinitialised
 
     @property
     def fits(self) -> Mapping[str, object]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.lab.data.labelled import similar_classes
-from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
 from isopos.lab.tasks.task import Recipe, Task
 
 if TYPE_CHECKING:
@@ -102,11 +101,9 @@ class LabelledTexts(Labelled):
         cut = sum(int((kept[split] < every[split]).any(-1).sum()) for split in every)
         counts = " + ".join(str(len(sizes)) for sizes in self.sizes.values())
         left = "".join(f", {file} left out, which has no labels" for file in texts.arrays.facts["left"])
-        usual = np.bincount(texts.labels("validation"), minlength=len(texts.classes))
         self.summary = (
-            f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}; without a "
-            f"model: at most {usual.max() / usual.sum():.1%}, of {texts.classes[int(usual.argmax())]}"
-            + (f"; {same}" if (same := similar_classes(texts.classes)) else "")
+            f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}"
+            + majority(texts.labels("validation"), texts.classes)
         )
 
     def _kept(self, lengths: np.ndarray) -> np.ndarray:

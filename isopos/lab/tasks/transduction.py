@@ -91,12 +91,23 @@ class Transduced(Samples):
         """Tokens of the sources and of the targets that a model is given ``[n 2]``."""
 
     @abstractmethod
-    def follow(self, recipe: Recipe) -> "Follow":
-        """Positions of the tokens of decoded targets; see `Seq2Seq.greedy`."""
+    def ends(self, tokens: np.ndarray) -> np.ndarray:
+        """Whether decoded targets ``[... n]`` end at each token, bool ``[... n]``; the first end counts."""
 
-    @abstractmethod
+    def follow(self, recipe: Recipe) -> "Follow":
+        """Positions of the tokens of decoded targets, by default on a line; see `Seq2Seq.greedy`."""
+        from isopos.positions import sequence
+
+        def positions(tokens: "Tensor") -> "Tensor | None":
+            complete = self.ends(tokens.cpu().numpy()).any(1).all()
+            return None if complete else sequence(tokens.shape[1] + 1, device=tokens.device)
+
+        return positions
+
     def ended(self, tokens: np.ndarray) -> np.ndarray:
         """The tokens ``[n]`` of a decoded target up to its end."""
+        ends = np.flatnonzero(self.ends(tokens))
+        return tokens[: ends[0] + 1] if len(ends) else tokens
 
     @abstractmethod
     def shown(self, split: str, row: int) -> tuple[str, str]:
@@ -274,18 +285,8 @@ class Sequences(Transduced):
             target = {"copy": source, "reverse": source[::-1], "repeat": np.tile(source, 2)}[self.task.operation]
         return source, np.append(target, self.end)
 
-    def follow(self, recipe: Recipe) -> "Follow":
-        from isopos.positions import sequence
-
-        def places(tokens: "Tensor") -> "Tensor | None":
-            over = bool((tokens == self.end).any(1).all())
-            return None if over else sequence(tokens.shape[1] + 1, device=tokens.device)
-
-        return places
-
-    def ended(self, tokens: np.ndarray) -> np.ndarray:
-        ends = np.flatnonzero(tokens == self.end)
-        return tokens[: ends[0] + 1] if len(ends) else tokens
+    def ends(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens == self.end
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
         """For texts more than the reference has, up to the longest."""

@@ -156,27 +156,26 @@ class Trees(Transduced):
         import torch
 
         from isopos.lab.tasks.build import group_of
-        from isopos.positions import Tree, sequence
+        from isopos.positions import Tree
 
-        lines, grown = not isinstance(group_of(recipe), Tree), []
+        if not isinstance(group_of(recipe), Tree):
+            return super().follow(recipe)
+        builders: list[TreeBuilder] = []
 
-        def places(tokens: "Tensor") -> "Tensor | None":
+        def positions(tokens: "Tensor") -> "Tensor | None":
             if not tokens.shape[1]:
-                grown[:] = [TreeBuilder(self.task.order) for _ in tokens]
+                builders[:] = [TreeBuilder(self.task.order) for _ in tokens]
             else:
-                for tree, token in zip(grown, tokens[:, -1].tolist(), strict=True):
-                    tree.add(int(self.arities[token]))
-            if all(tree.complete for tree in grown):
+                for builder, token in zip(builders, tokens[:, -1].tolist(), strict=True):
+                    builder.add(int(self.arities[token]))
+            if all(builder.complete for builder in builders):
                 return None
-            if lines:
-                return sequence(tokens.shape[1] + 1, device=tokens.device)
-            return torch.tensor([tree.rows for tree in grown], device=tokens.device)
+            return torch.tensor([builder.rows for builder in builders], device=tokens.device)
 
-        return places
+        return positions
 
-    def ended(self, tokens: np.ndarray) -> np.ndarray:
-        ends = np.flatnonzero((self.arities[tokens] - 1).cumsum() == -1)
-        return tokens[: ends[0] + 1] if len(ends) else tokens
+    def ends(self, tokens: np.ndarray) -> np.ndarray:
+        return (self.arities[tokens] - 1).cumsum(-1) == -1
 
     def shown(self, split: str, row: int) -> tuple[str, str]:
         source, target = (
@@ -186,8 +185,8 @@ class Trees(Transduced):
 
     def text(self, tokens: np.ndarray) -> str:
         """The tree, or the labels of an incomplete tree."""
-        own, arities = tokens.tolist(), self.arities[tokens].tolist()
-        if self.start in own or sum(arities) != len(own) - 1:
-            return " ".join((*self.names, "start")[token] for token in own) + " ..."
-        tree = from_order(own, arities, self.task.order)
+        labels, arities = tokens.tolist(), self.arities[tokens].tolist()
+        if self.start in labels or sum(arities) != len(labels) - 1:
+            return " ".join((*self.names, "start")[label] for label in labels) + " ..."
+        tree = from_order(labels, arities, self.task.order)
         return s_expression([self.names[label] for label in tree.labels], tree.arities)

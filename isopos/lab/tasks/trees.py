@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.data.labelled import similar_classes
-from isopos.lab.tasks.samples import Labelled, accuracy, padded
+from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
 from isopos.lab.tasks.task import Recipe, Task, require
 
 if TYPE_CHECKING:
@@ -102,12 +101,10 @@ class LabelledTrees(Labelled):
             if not len(self.rows[split]):
                 raise ValueError(f"data: expected trees for {split}, got none; {left} are larger: raise --longest")
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
-        usual = np.bincount(bank.labels("validation")[self.rows["validation"]], minlength=len(bank.classes))
         self.summary = (
             f"{counts} trees of {len(bank.classes)} classes, {len(bank.words)} different tokens"
             + f", {left} larger ones left out" * (left > 0)
-            + f"; without a model: at most {usual.max() / usual.sum():.1%}, of {bank.classes[int(usual.argmax())]}"
-            + (f"; {same}" if (same := similar_classes(bank.classes)) else "")
+            + majority(self.labels("validation"), bank.classes)
         )
 
     def infer(self, recipe: Recipe) -> Recipe:
