@@ -464,6 +464,19 @@ MODELS = [
     Fault("saving loses the scaling", "MarinFold#184", "saving", unsaved),
 ]
 
+RELEASED = {
+    "falcon": (("packing",), "samples see each other: positions do not reach the mask"),
+    "gpt_oss": (("packing",), "samples see each other: positions do not reach the mask"),
+    "opt": (("packing",), "samples see each other: positions do not reach the mask"),
+    "xglm": (("packing",), "samples see each other: positions do not reach the mask"),
+    "lfm2": (("packing",), "the convolution runs over samples"),
+    "falcon_h1": (("packing",), "the state of one sample reaches the next"),
+    "jamba": (("chunked prefill", "beam reorder", "packing"), "several tokens after a cache start from an empty state"),
+    "mamba": (("chunked prefill", "beam reorder"), "several tokens after a cache start from an empty state"),
+    "bamba": (("decoding", "static cache", "packing"), "cached tokens get position 0, unless the caller counts positions"),
+}
+"""Models of transformers 5.23 that are broken as they are: checks, and why."""
+
 OWN = {
     "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 2048},
     "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 2048},
@@ -476,6 +489,25 @@ OWN = {
     "modernbert": {"layer_types": ["full_attention", "sliding_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "xglm": {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 32},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "num_experts": 2,
+        "use_mamba_kernels": False,
+    },
+    "mamba": {"state_size": 8},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "head_dim": 8,
+    },
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
@@ -483,6 +515,8 @@ OWN = {
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 OWN |= {"t5": T5, "mt5": T5}
+OWN["bamba"] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+OWN["bamba"] |= {"attn_layer_indices": [1]}
 OWN["llama4_text"] = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
 OWN["deepseek_v3"] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OWN["deepseek_v3"] |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}

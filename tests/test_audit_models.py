@@ -64,6 +64,13 @@ def test_an_unbroken_model_is_called_sound(kind):
 
 
 @pytest.mark.oracles
+@pytest.mark.parametrize("kind", faults.RELEASED)
+def test_what_is_broken_as_released_is_named(kind):
+    broken, _ = faults.RELEASED[kind]
+    assert {*broken} <= {*audit(faults.model(kind), checks=broken).broken}
+
+
+@pytest.mark.oracles
 @pytest.mark.parametrize("rule", RULES)
 def test_declared_frequencies_are_those_of_transformers(rule):
     parameters = {"rope_type": rule, "rope_theta": 10000.0} | RULES[rule]
