@@ -1,4 +1,4 @@
-"""Faults of the field as small patches of tiny models, each with its public source; the audit names every one.
+"""Faults of the field as small patches of tiny models, most with a public source; the audit names every one.
 
 `LAYERS` are faults of a torch layer, `MODELS` of models of transformers. A fault may trip more checks than the one it is
 listed with. `SOUND` are models of transformers 5 in which nothing is broken.
@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, its public source, the check that names it, and words of what that check measured."""
+    """A fault, its public source (none for one of our making), the check that names it, and words of what it measured."""
 
     name: str
     source: str
@@ -201,12 +201,12 @@ LAYERS = [
         "positions",
         lambda: layer(FirstSamplesPositions),
     ),
-    Fault("interleaved table, half rotation", "huggingface/nanotron#427", "shift", lambda: layer(InterleavedTable)),
-    Fault("keys are not rotated", "sqliteai/warp#27", "shift", lambda: layer(KeysUnrotated)),
-    Fault("keys turn the other way", "OpenNLPLab/Lrpe", "shift", lambda: layer(Transposed)),
+    Fault("interleaved table, half rotation", "", "shift", lambda: layer(InterleavedTable)),
+    Fault("keys are not rotated", "", "shift", lambda: layer(KeysUnrotated)),
+    Fault("keys turn the other way", "", "shift", lambda: layer(Transposed)),
     Fault("positions in the dtype of activations", "EleutherAI/gpt-neox#1016", "precision", lambda: layer(LowPositions)),
     Fault("a table that ends early", "meta-pytorch/torchtune", "shift", lambda: layer(ShortTable)),
-    Fault("positions accepted and ignored", "rasbt/reasoning-from-scratch#33", "positions", lambda: layer(PositionsIgnored)),
+    Fault("positions accepted and ignored", "", "positions", lambda: layer(PositionsIgnored)),
     Fault("frequencies go by the longest sample", "QwenLM/Qwen#401", "batch", lambda: layer(LongestOfTheBatch)),
     Fault("angles divided by the padded length", "OpenNLPLab/Lrpe", "right padding", lambda: layer(LengthWithPadding)),
     Fault(
@@ -222,12 +222,10 @@ LAYERS = [
         "left padding",
         lambda: layer(PaddingInDenominator),
     ),
-    Fault("a mask that only weakens", "SeanLee97/AnglE#89", "padding content", lambda: layer(SoftMask)),
+    Fault("a mask that only weakens", "", "padding content", lambda: layer(SoftMask)),
     Fault("learned frequencies without a gradient", "Dao-AILab/flash-attention", "gradient", lambda: layer(Untrained)),
-    Fault(
-        "one head's frequencies serve all", "Dao-AILab/flash-attention", "gradient", lambda: layer(OneHeadTrained), "head 1"
-    ),
-    Fault("no positions in an encoder", "lucidrains/performer-pytorch", "order", lambda: layer(NoPositions)),
+    Fault("one head's frequencies serve all", "", "gradient", lambda: layer(OneHeadTrained), "head 1"),
+    Fault("no positions in an encoder", "", "order", lambda: layer(NoPositions)),
     Fault("scores are even in the offset", "OpenNLPLab/Lrpe", "direction", lambda: layer(DirectionBlind)),
 ]
 
@@ -379,13 +377,14 @@ def unsaved():
     return subclassed(model("llama", rope_parameters=dict(LLAMA3)), save_pretrained=save)
 
 
-def swapped_layers():
+def swapped_layers(swap=True):
     made = model("gemma3_text", rope_parameters=GEMMA, layer_types=["sliding_attention", "full_attention"])
     table = made.model.rotary_emb
     names = ("sliding_attention_inv_freq", "full_attention_inv_freq")
     first, second = (getattr(table, name).clone() for name in names)
-    table.sliding_attention_inv_freq.copy_(second)
-    table.full_attention_inv_freq.copy_(first)
+    if swap:
+        table.sliding_attention_inv_freq.copy_(second)
+    table.full_attention_inv_freq.copy_(first if swap else 8 * second)
     return made
 
 
@@ -444,7 +443,14 @@ MODELS = [
     ),
     Fault("the partial share is ignored", "AI-Hypercomputer/maxtext#4616", "frequencies", whole_head, "8 features rotate"),
     Fault("the table is blank", "unslothai/unsloth#6925", "frequencies", blank_table, "not initialised"),
-    Fault("two kinds of layers have each other's table", "ml-explore/mlx-vlm#1710", "frequencies", swapped_layers, "base"),
+    Fault(
+        "layers with full attention lack their scaling",
+        "Blaizzy/mlx-vlm#1709",
+        "frequencies",
+        lambda: swapped_layers(swap=False),
+        "scaling 'linear' is missing",
+    ),
+    Fault("two kinds of layers have each other's table", "Comfy-Org/ComfyUI#11409", "frequencies", swapped_layers, "base"),
     Fault("yarn's attention factor is 1", "turboderp-org/exllamav3#259", "attention factor", without_factor),
     Fault("yarn's attention factor is applied twice", "sgl-project/sglang#33558", "attention factor", squared_factor),
     Fault("positions in bfloat16 before the angles", "huggingface/candle#3520", "tables", low_positions),
@@ -457,11 +463,10 @@ MODELS = [
     ),
     Fault("a longer call changes the table for good", "huggingface/transformers#27227", "order of calls", kept_table),
     Fault("angles divided by the length", "OpenNLPLab/Lrpe", "decoding", by_length),
-    Fault("cached decoding restarts at position 0", "unslothai/unsloth#3699", "decoding", restarts),
-    Fault("chunks restart at position 0", "unslothai/unsloth#3699", "static cache", restarts),
+    Fault("cached decoding restarts at position 0", "", "decoding", restarts),
     Fault("steps count positions by the longest row", "unslothai/unsloth#3699", "generation", shared_positions),
     Fault("a convolution of a hybrid model leaks", "huggingface/transformers#46588", "packing", lambda: model("lfm2")),
-    Fault("saving loses the scaling", "MarinFold#184", "saving", unsaved),
+    Fault("saving loses the scaling", "", "saving", unsaved),
 ]
 
 RELEASED = {

@@ -75,7 +75,9 @@ def _audit() -> dict[str, str]:
     """Checks, faults, and models of the audit."""
     known = runpy.run_path(str(ROOT / "tests" / "faults.py"))
     checks = [(f"`{check.name}`", check.question) for check in CHECKS.values()]
-    faults = [(fault.name, f"`{fault.check}`", fault.source) for fault in known["LAYERS"] + known["MODELS"]]
+    faults = [
+        (fault.name, f"`{fault.check}`", fault.source or "of our making") for fault in known["LAYERS"] + known["MODELS"]
+    ]
     released = [
         (f"`{kind}`", ", ".join(f"`{name}`" for name in names), why) for kind, (names, why) in known["RELEASED"].items()
     ]
