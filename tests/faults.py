@@ -469,6 +469,112 @@ MODELS = [
     Fault("saving loses the scaling", "", "saving", unsaved),
 ]
 
+
+def with_frequencies(made, frequencies):
+    rotary(made).inv_freq.copy_(frequencies)
+    return made
+
+
+def late_table():
+    """Beyond the longest length so far a table is built anew, in the dtype of activations, and kept."""
+
+    def forward(self, x, position_ids):
+        count = int(position_ids.max()) + 1
+        if count > getattr(self, "count", 0):
+            dtype = x.dtype if count > self.config.max_position_embeddings else torch.float32
+            angle = (torch.arange(count).to(dtype)[:, None] * self.inv_freq.to(dtype)).repeat(1, 2)
+            self.count, self.table = count, (angle.cos(), angle.sin())
+        return tuple(a[position_ids].to(x.dtype) for a in self.table)
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def counted_once():
+    """Steps of a padded batch count positions from the tensor's length, for all rows alike."""
+
+    def prepare(self, input_ids, *args, **kwargs):
+        inputs = type(self).__mro__[1].prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+        if inputs["input_ids"].shape[1] == 1:
+            inputs["position_ids"] = torch.full((len(input_ids), 1), input_ids.shape[1] - 1)
+        return inputs
+
+    return subclassed(model("llama"), prepare_inputs_for_generation=prepare)
+
+
+def without_ids():
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return type(self).__mro__[1].forward(self, input_ids=input_ids, **more)
+
+    made = model("qwen3")
+    forward.__signature__ = __import__("inspect").signature(type(made).forward)
+    return subclassed(made, forward=forward)
+
+
+def interleaved_weights():
+    """Weights of queries and keys for interleaved pairs, in code for halves."""
+    made = model("llama")
+    for block in made.model.layers:
+        for projection in (block.self_attn.q_proj, block.self_attn.k_proj):
+            rows = projection.weight.data.unflatten(0, (-1, 4, 2))
+            projection.weight.data.copy_(rows.transpose(1, 2).flatten(0, 2))
+    return made
+
+
+HELD = [
+    Fault(
+        "partial share: exponents go by the head size",
+        "pie-project/pie#603",
+        "frequencies",
+        lambda: with_frequencies(model("phi"), 10000.0 ** (-torch.arange(2) / 4)),
+    ),
+    Fault(
+        "yarn goes by the longest length in place of the trained one",
+        "microsoft/onnxruntime-genai#2076",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(YARN)), **YARN | {"original_max_position_embeddings": 2048}),
+    ),
+    Fault(
+        "the base is a constant of the code",
+        "google/gemma.cpp#986",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(PLAIN)), rope_type="default", rope_theta=1000000.0),
+    ),
+    Fault(
+        "an explicit attention factor is ignored",
+        "ml-explore/mlx-lm#1507",
+        "attention factor",
+        lambda: setattr_of(model("llama", rope_parameters=YARN | {"attention_factor": 1.0}), 0.1 * math.log(8.0) + 1),
+    ),
+    Fault("a table beyond the length is built in bfloat16", "huggingface/transformers#29496", "order of calls", late_table),
+    Fault(
+        "dynamic scaling takes another length for the trained one",
+        "vllm-project/vllm#52665",
+        "frequencies",
+        lambda: with_frequencies(
+            model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+            (10000.0 * (2 * 2048 / 512 - 1) ** (8 / 6)) ** (-torch.arange(4) / 4),
+        ),
+    ),
+    Fault(
+        "a gated delta network runs over packed samples",
+        "huggingface/transformers#44836",
+        "packing",
+        lambda: model("olmo_hybrid"),
+    ),
+    Fault("positions are not passed on", "NousResearch/torchtitan#27", "positions", without_ids),
+    Fault("a cache counts positions once for a batch", "rasbt/reasoning-from-scratch#33", "generation", counted_once),
+    Fault("interleaved weights in code for halves", "huggingface/nanotron#427", "", interleaved_weights),
+]
+"""Faults of other issues than those that the checks were written with; one without a check is missed."""
+
+
+def setattr_of(made, factor):
+    rotary(made).attention_scaling = factor
+    return made
+
+
 RELEASED = {
     "falcon": (("packing",), "samples see each other: positions do not reach the mask"),
     "gpt_oss": (("packing",), "samples see each other: positions do not reach the mask"),

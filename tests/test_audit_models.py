@@ -56,6 +56,12 @@ def test_the_fault_of_a_model_is_named(fault):
 
 
 @pytest.mark.oracles
+@pytest.mark.parametrize("fault", faults.HELD, ids=lambda fault: fault.name)
+def test_a_fault_that_was_held_back_is_named_unless_it_is_known_to_be_missed(fault):
+    assert (fault.check in audit(fault.make()).broken) == bool(fault.check)
+
+
+@pytest.mark.oracles
 @pytest.mark.parametrize("kind", faults.SOUND)
 def test_an_unbroken_model_is_called_sound(kind):
     report = audit(faults.model(kind))

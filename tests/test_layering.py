@@ -34,6 +34,7 @@ laws models
 audit.subject
 integrations
 audit
+testing
 __init__
 lab.bench.timing lab.runs.files
 lab.data

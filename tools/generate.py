@@ -78,12 +78,14 @@ def _audit() -> dict[str, str]:
     faults = [
         (fault.name, f"`{fault.check}`", fault.source or "of our making") for fault in known["LAYERS"] + known["MODELS"]
     ]
+    held = [(fault.name, f"`{fault.check}`" if fault.check else "missed", fault.source) for fault in known["HELD"]]
     released = [
         (f"`{kind}`", ", ".join(f"`{name}`" for name in names), why) for kind, (names, why) in known["RELEASED"].items()
     ]
     return {
         "checks": f"\n{markdown(('check', 'question'), checks)}\n",
         "faults": f"\n{len(faults)} faults.\n\n{markdown(('fault', 'check', 'source'), faults)}\n",
+        "held": f"\n{markdown(('fault', 'check', 'source'), held)}\n",
         "sound": f"\n{len(known['SOUND'])} models: {', '.join(f'`{kind}`' for kind in known['SOUND'])}.\n",
         "released": f"\n{markdown(('model_type', 'broken', 'what happens'), released)}\n",
     }
