@@ -25,6 +25,7 @@ from isopos import positions as positions
 from isopos import schemes as schemes
 from isopos import state as state
 from isopos import terms as terms
+from isopos import testing as testing
 from isopos.attention import linear_attention as linear_attention
 from isopos.attention import softmax_attention as softmax_attention
 from isopos.catalog import CATALOG as CATALOG

@@ -1,4 +1,4 @@
-"""Faults of the field as small patches of tiny models, each with its public source; the audit names every one.
+"""Faults of the field as small patches of tiny models, most with a public source; the audit names every one.
 
 `LAYERS` are faults of a torch layer, `MODELS` of models of transformers. A fault may trip more checks than the one it is
 listed with. `SOUND` are models of transformers 5 in which nothing is broken.
@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, its public source, the check that names it, and words of what that check measured."""
+    """A fault, its public source (none for one of our making), the check that names it, and words of what it measured."""
 
     name: str
     source: str
@@ -201,12 +201,12 @@ LAYERS = [
         "positions",
         lambda: layer(FirstSamplesPositions),
     ),
-    Fault("interleaved table, half rotation", "huggingface/nanotron#427", "shift", lambda: layer(InterleavedTable)),
-    Fault("keys are not rotated", "sqliteai/warp#27", "shift", lambda: layer(KeysUnrotated)),
-    Fault("keys turn the other way", "OpenNLPLab/Lrpe", "shift", lambda: layer(Transposed)),
+    Fault("interleaved table, half rotation", "", "shift", lambda: layer(InterleavedTable)),
+    Fault("keys are not rotated", "", "shift", lambda: layer(KeysUnrotated)),
+    Fault("keys turn the other way", "", "shift", lambda: layer(Transposed)),
     Fault("positions in the dtype of activations", "EleutherAI/gpt-neox#1016", "precision", lambda: layer(LowPositions)),
     Fault("a table that ends early", "meta-pytorch/torchtune", "shift", lambda: layer(ShortTable)),
-    Fault("positions accepted and ignored", "rasbt/reasoning-from-scratch#33", "positions", lambda: layer(PositionsIgnored)),
+    Fault("positions accepted and ignored", "", "positions", lambda: layer(PositionsIgnored)),
     Fault("frequencies go by the longest sample", "QwenLM/Qwen#401", "batch", lambda: layer(LongestOfTheBatch)),
     Fault("angles divided by the padded length", "OpenNLPLab/Lrpe", "right padding", lambda: layer(LengthWithPadding)),
     Fault(
@@ -222,12 +222,10 @@ LAYERS = [
         "left padding",
         lambda: layer(PaddingInDenominator),
     ),
-    Fault("a mask that only weakens", "SeanLee97/AnglE#89", "padding content", lambda: layer(SoftMask)),
+    Fault("a mask that only weakens", "", "padding content", lambda: layer(SoftMask)),
     Fault("learned frequencies without a gradient", "Dao-AILab/flash-attention", "gradient", lambda: layer(Untrained)),
-    Fault(
-        "one head's frequencies serve all", "Dao-AILab/flash-attention", "gradient", lambda: layer(OneHeadTrained), "head 1"
-    ),
-    Fault("no positions in an encoder", "lucidrains/performer-pytorch", "order", lambda: layer(NoPositions)),
+    Fault("one head's frequencies serve all", "", "gradient", lambda: layer(OneHeadTrained), "head 1"),
+    Fault("no positions in an encoder", "", "order", lambda: layer(NoPositions)),
     Fault("scores are even in the offset", "OpenNLPLab/Lrpe", "direction", lambda: layer(DirectionBlind)),
 ]
 
@@ -379,13 +377,14 @@ def unsaved():
     return subclassed(model("llama", rope_parameters=dict(LLAMA3)), save_pretrained=save)
 
 
-def swapped_layers():
+def swapped_layers(swap=True):
     made = model("gemma3_text", rope_parameters=GEMMA, layer_types=["sliding_attention", "full_attention"])
     table = made.model.rotary_emb
     names = ("sliding_attention_inv_freq", "full_attention_inv_freq")
     first, second = (getattr(table, name).clone() for name in names)
-    table.sliding_attention_inv_freq.copy_(second)
-    table.full_attention_inv_freq.copy_(first)
+    if swap:
+        table.sliding_attention_inv_freq.copy_(second)
+    table.full_attention_inv_freq.copy_(first if swap else 8 * second)
     return made
 
 
@@ -444,7 +443,14 @@ MODELS = [
     ),
     Fault("the partial share is ignored", "AI-Hypercomputer/maxtext#4616", "frequencies", whole_head, "8 features rotate"),
     Fault("the table is blank", "unslothai/unsloth#6925", "frequencies", blank_table, "not initialised"),
-    Fault("two kinds of layers have each other's table", "ml-explore/mlx-vlm#1710", "frequencies", swapped_layers, "base"),
+    Fault(
+        "layers with full attention lack their scaling",
+        "Blaizzy/mlx-vlm#1709",
+        "frequencies",
+        lambda: swapped_layers(swap=False),
+        "scaling 'linear' is missing",
+    ),
+    Fault("two kinds of layers have each other's table", "Comfy-Org/ComfyUI#11409", "frequencies", swapped_layers, "base"),
     Fault("yarn's attention factor is 1", "turboderp-org/exllamav3#259", "attention factor", without_factor),
     Fault("yarn's attention factor is applied twice", "sgl-project/sglang#33558", "attention factor", squared_factor),
     Fault("positions in bfloat16 before the angles", "huggingface/candle#3520", "tables", low_positions),
@@ -457,12 +463,130 @@ MODELS = [
     ),
     Fault("a longer call changes the table for good", "huggingface/transformers#27227", "order of calls", kept_table),
     Fault("angles divided by the length", "OpenNLPLab/Lrpe", "decoding", by_length),
-    Fault("cached decoding restarts at position 0", "unslothai/unsloth#3699", "decoding", restarts),
-    Fault("chunks restart at position 0", "unslothai/unsloth#3699", "static cache", restarts),
+    Fault("cached decoding restarts at position 0", "", "decoding", restarts),
     Fault("steps count positions by the longest row", "unslothai/unsloth#3699", "generation", shared_positions),
     Fault("a convolution of a hybrid model leaks", "huggingface/transformers#46588", "packing", lambda: model("lfm2")),
-    Fault("saving loses the scaling", "MarinFold#184", "saving", unsaved),
+    Fault("saving loses the scaling", "", "saving", unsaved),
 ]
+
+
+def with_frequencies(made, frequencies):
+    rotary(made).inv_freq.copy_(frequencies)
+    return made
+
+
+def late_table():
+    """Beyond the longest length so far a table is built anew, in the dtype of activations, and kept."""
+
+    def forward(self, x, position_ids):
+        count = int(position_ids.max()) + 1
+        if count > getattr(self, "count", 0):
+            dtype = x.dtype if count > self.config.max_position_embeddings else torch.float32
+            angle = (torch.arange(count).to(dtype)[:, None] * self.inv_freq.to(dtype)).repeat(1, 2)
+            self.count, self.table = count, (angle.cos(), angle.sin())
+        return tuple(a[position_ids].to(x.dtype) for a in self.table)
+
+    made = model("llama")
+    subclassed(rotary(made), forward=forward)
+    return made
+
+
+def counted_once():
+    """Steps of a padded batch count positions from the tensor's length, for all rows alike."""
+
+    def prepare(self, input_ids, *args, **kwargs):
+        inputs = type(self).__mro__[1].prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+        if inputs["input_ids"].shape[1] == 1:
+            inputs["position_ids"] = torch.full((len(input_ids), 1), input_ids.shape[1] - 1)
+        return inputs
+
+    return subclassed(model("llama"), prepare_inputs_for_generation=prepare)
+
+
+def without_ids():
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return type(self).__mro__[1].forward(self, input_ids=input_ids, **more)
+
+    made = model("qwen3")
+    forward.__signature__ = __import__("inspect").signature(type(made).forward)
+    return subclassed(made, forward=forward)
+
+
+def interleaved_weights():
+    """Weights of queries and keys for interleaved pairs, in code for halves."""
+    made = model("llama")
+    for block in made.model.layers:
+        for projection in (block.self_attn.q_proj, block.self_attn.k_proj):
+            rows = projection.weight.data.unflatten(0, (-1, 4, 2))
+            projection.weight.data.copy_(rows.transpose(1, 2).flatten(0, 2))
+    return made
+
+
+HELD = [
+    Fault(
+        "partial share: exponents go by the head size",
+        "pie-project/pie#603",
+        "frequencies",
+        lambda: with_frequencies(model("phi"), 10000.0 ** (-torch.arange(2) / 4)),
+    ),
+    Fault(
+        "yarn goes by the longest length in place of the trained one",
+        "microsoft/onnxruntime-genai#2076",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(YARN)), **YARN | {"original_max_position_embeddings": 2048}),
+    ),
+    Fault(
+        "the base is a constant of the code",
+        "google/gemma.cpp#986",
+        "frequencies",
+        lambda: with_table(model("llama", rope_parameters=dict(PLAIN)), rope_type="default", rope_theta=1000000.0),
+    ),
+    Fault(
+        "an explicit attention factor is ignored",
+        "ml-explore/mlx-lm#1507",
+        "attention factor",
+        lambda: setattr_of(model("llama", rope_parameters=YARN | {"attention_factor": 1.0}), 0.1 * math.log(8.0) + 1),
+    ),
+    Fault("a table beyond the length is built in bfloat16", "huggingface/transformers#29496", "order of calls", late_table),
+    Fault(
+        "dynamic scaling takes another length for the trained one",
+        "vllm-project/vllm#52665",
+        "frequencies",
+        lambda: with_frequencies(
+            model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+            (10000.0 * (2 * 2048 / 512 - 1) ** (8 / 6)) ** (-torch.arange(4) / 4),
+        ),
+    ),
+    Fault(
+        "a gated delta network runs over packed samples",
+        "huggingface/transformers#44836",
+        "packing",
+        lambda: model("olmo_hybrid"),
+    ),
+    Fault("positions are not passed on", "NousResearch/torchtitan#27", "positions", without_ids),
+    Fault("a cache counts positions once for a batch", "rasbt/reasoning-from-scratch#33", "generation", counted_once),
+    Fault("interleaved weights in code for halves", "huggingface/nanotron#427", "", interleaved_weights),
+]
+"""Faults of other issues than those that the checks were written with; one without a check is missed."""
+
+
+def setattr_of(made, factor):
+    rotary(made).attention_scaling = factor
+    return made
+
+
+RELEASED = {
+    "falcon": (("packing",), "samples see each other: positions do not reach the mask"),
+    "gpt_oss": (("packing",), "samples see each other: positions do not reach the mask"),
+    "opt": (("packing",), "samples see each other: positions do not reach the mask"),
+    "xglm": (("packing",), "samples see each other: positions do not reach the mask"),
+    "lfm2": (("packing",), "the convolution runs over samples"),
+    "falcon_h1": (("packing",), "the state of one sample reaches the next"),
+    "jamba": (("chunked prefill", "beam reorder", "packing"), "several tokens after a cache start from an empty state"),
+    "mamba": (("chunked prefill", "beam reorder"), "several tokens after a cache start from an empty state"),
+    "bamba": (("decoding", "static cache", "packing"), "cached tokens get position 0, unless the caller counts positions"),
+}
+"""Models of transformers 5.23 that are broken as they are: checks, and why."""
 
 OWN = {
     "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 2048},
@@ -476,6 +600,25 @@ OWN = {
     "modernbert": {"layer_types": ["full_attention", "sliding_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "xglm": {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 32},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "num_experts": 2,
+        "use_mamba_kernels": False,
+    },
+    "mamba": {"state_size": 8},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "head_dim": 8,
+    },
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "esm": {"position_embedding_type": "rotary", "mask_token_id": 3},
@@ -483,6 +626,8 @@ OWN = {
 }
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 OWN |= {"t5": T5, "mt5": T5}
+OWN["bamba"] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+OWN["bamba"] |= {"attn_layer_indices": [1]}
 OWN["llama4_text"] = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
 OWN["deepseek_v3"] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OWN["deepseek_v3"] |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}

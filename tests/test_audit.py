@@ -36,11 +36,12 @@ def test_a_sound_layer_is_called_sound(cls):
     assert "positions are sound" in report.verdict
 
 
-def test_every_fault_has_a_source_and_a_check():
-    assert len({fault.name for fault in faults.LAYERS + faults.MODELS}) == len(faults.LAYERS + faults.MODELS)
-    for fault in faults.LAYERS + faults.MODELS:
-        assert SOURCE.match(fault.source), fault
-        assert fault.check in CHECKS, fault
+def test_faults_have_names_sources_and_checks():
+    known = faults.LAYERS + faults.MODELS + faults.HELD
+    assert len({fault.name for fault in known}) == len(known)
+    for fault in known:
+        assert not fault.source or SOURCE.match(fault.source), fault
+        assert not fault.check or fault.check in CHECKS, fault
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "xpos", "none"])
@@ -85,6 +86,12 @@ def test_the_layer_that_leaks_is_named():
     report = audit(Two(), example=torch.randn(1, 12, 16), checks=["packing"])
     assert report.broken == ("packing",)
     assert report.findings[0].where.startswith("first at second ")
+
+
+def test_other_projects_assert_positions():
+    isopos.testing.assert_positions(**faults.layer(faults.Rope))
+    with pytest.raises(AssertionError, match="KeysUnrotated: positions are BROKEN: shift"):
+        isopos.testing.assert_positions(**faults.layer(faults.KeysUnrotated))
 
 
 def test_what_raises_is_not_measured():
@@ -207,6 +214,8 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
     code, out, _ = isopos("audit", "mine_audited:broken", "--checks", "shift, packing")
     assert code == 1
     assert out.startswith("KeysUnrotated: positions are BROKEN: shift")
+    assert "sound: packing" in " ".join(out.split())
+    assert len(isopos("audit", "mine_audited:sound", "--whole")[1].splitlines()) > 14
     code, out, _ = isopos("audit", "mine_audited:broken", "--json")
     assert code == json.loads(out)["status"] == 1
     code, out, _ = isopos("audit", "mine_audited:raises")

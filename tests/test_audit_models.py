@@ -56,11 +56,24 @@ def test_the_fault_of_a_model_is_named(fault):
 
 
 @pytest.mark.oracles
+@pytest.mark.parametrize("fault", faults.HELD, ids=lambda fault: fault.name)
+def test_a_fault_that_was_held_back_is_named_unless_it_is_known_to_be_missed(fault):
+    assert (fault.check in audit(fault.make()).broken) == bool(fault.check)
+
+
+@pytest.mark.oracles
 @pytest.mark.parametrize("kind", faults.SOUND)
 def test_an_unbroken_model_is_called_sound(kind):
     report = audit(faults.model(kind))
     assert report.sound, report
     assert len({a.check for a in report.results}) >= 6
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("kind", faults.RELEASED)
+def test_what_is_broken_as_released_is_named(kind):
+    broken, _ = faults.RELEASED[kind]
+    assert {*broken} <= {*audit(faults.model(kind), checks=broken).broken}
 
 
 @pytest.mark.oracles

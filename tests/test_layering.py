@@ -35,6 +35,7 @@ laws models
 audit.subject
 integrations
 audit
+testing
 __init__
 lab.timing lab.runs.files
 lab.data

@@ -1,14 +1,17 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
 The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, docs/guide.md, CONTRIBUTING.md
-(the examples of tests/extension), docs/performance.md and docs/results/README.md (what their tables say).
+(the examples of tests/extension), docs/audit.md (its checks, and faults and models of tests/faults.py), docs/performance.md
+and docs/results/README.md (what their tables say).
 """
 
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import isopos
+from isopos.audit import CHECKS
 from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
@@ -39,6 +42,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     shown = results_page.shown_in()
     results = {"folders": results_page.folders(shown), "findings": results_page.findings(shown)}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
+    yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md
 
 
@@ -66,6 +70,26 @@ def _stub() -> Iterator[str]:
 def _options() -> str:
     rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in values), OPTIONS[name]) for name, values in choices_of().items()]
     return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
+
+
+def _audit() -> dict[str, str]:
+    """Checks, faults, and models of the audit."""
+    known = runpy.run_path(str(ROOT / "tests" / "faults.py"))
+    checks = [(f"`{check.name}`", check.question) for check in CHECKS.values()]
+    faults = [
+        (fault.name, f"`{fault.check}`", fault.source or "of our making") for fault in known["LAYERS"] + known["MODELS"]
+    ]
+    held = [(fault.name, f"`{fault.check}`" if fault.check else "missed", fault.source) for fault in known["HELD"]]
+    released = [
+        (f"`{kind}`", ", ".join(f"`{name}`" for name in names), why) for kind, (names, why) in known["RELEASED"].items()
+    ]
+    return {
+        "checks": f"\n{markdown(('check', 'question'), checks)}\n",
+        "faults": f"\n{len(faults)} faults.\n\n{markdown(('fault', 'check', 'source'), faults)}\n",
+        "held": f"\n{markdown(('fault', 'check', 'source'), held)}\n",
+        "sound": f"\n{len(known['SOUND'])} models: {', '.join(f'`{kind}`' for kind in known['SOUND'])}.\n",
+        "released": f"\n{markdown(('model_type', 'broken', 'what happens'), released)}\n",
+    }
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ API = {  # a page, and the modules of isopos on it
     "positions": ("positions", "poses", "graphs"),
     "features": ("feature_maps",),
     "laws": ("laws",),
+    "audit": ("audit", "testing"),
     "models": ("models",),
     "transformers": ("integrations.transformers",),
     "laboratory": ("lab", "lab.tasks.task", "lab.recipes"),

@@ -1,7 +1,7 @@
 """What an audit found: findings, and a report of them as text, a table or JSON."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -119,20 +119,24 @@ class Report:
 
     __repr__ = __str__
 
-    def show(self, console: "Console") -> None:
-        """Print the verdict and tables."""
+    def show(self, console: "Console", whole: bool = False) -> None:
+        """Print the verdict and a table of the findings; with `whole`, of all results."""
         from rich.markup import escape
         from rich.table import Table
 
         colour = {0: "green", 1: "red"}.get(self.status, "yellow")
         console.print(f"[bold {colour}]{escape(self.verdict)}[/]")
         table = Table("severity", "check", "expected", "measured", "where", "remedy")
-        for a in (*self.findings, *(a for a in self.results if a.severity == "sound")):
+        sound = [a for a in self.results if a.severity == "sound"]
+        for a in (*self.findings, *(sound if whole else ())):
             remedy = " ".join(filter(None, (a.remedy, a.issue and f"({a.issue})")))
             cells = [escape(text) for text in (a.check, a.expected, a.measured, a.where, remedy)]
             table.add_row(f"[{COLOURS[a.severity]}]{a.severity}[/]", *cells)
-        if self.results:
+        if table.rows:
             console.print(table)
+        if sound and not whole:
+            names = ", ".join(dict.fromkeys(a.check for a in sound if a.check not in self.broken))
+            console.print(escape(f"sound: {names}"))
         for a in self.unmeasured:
             console.print(escape(f"{'failed' if a.failed else 'not measured'}: {a.check}: {a.reason}"))
 
@@ -142,6 +146,6 @@ def merged(subject: str, reports: Iterable[tuple[str, Report]]) -> Report:
     results, unmeasured = [], []
     for part, report in reports:
         for a in report.results:
-            results.append(Finding(**asdict(a) | {"where": " ".join(filter(None, (f"{part}:", a.where)))}))
+            results.append(replace(a, where=" ".join(filter(None, (f"{part}:", a.where)))))
         unmeasured += [Unmeasured(a.check, f"{part}: {a.reason}", a.failed) for a in report.unmeasured]
     return Report(subject, tuple(results), tuple(unmeasured))

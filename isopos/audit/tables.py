@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -141,17 +142,19 @@ def order_of_calls(subject: Subject) -> Iterator[Finding]:
         if rotary.tables is None:
             continue
         trained = rotary.trained or 512
-        for short, long in ((min(64, trained), 4 * trained), (2 * trained, 4 * trained)):
+        pairs = ((min(64, trained), 4 * trained), (2 * trained, 4 * trained))
+        for (short, long), dtype in product(pairs, (torch.float32, torch.bfloat16)):
             x = _some(short)
             with torch.no_grad():
-                fresh = rotary.tables(copy.deepcopy(rotary.module), x, torch.float32)
+                fresh = rotary.tables(copy.deepcopy(rotary.module), x, dtype)
                 used = copy.deepcopy(rotary.module)
-                rotary.tables(used, _some(long), torch.float32)
-                after = rotary.tables(used, x, torch.float32)
+                rotary.tables(used, _some(long), dtype)
+                after = rotary.tables(used, x, dtype)
             error = max(relative_error(a, b) for a, b in zip(after, fresh, strict=True))
             sound = error <= declared.EQUAL
             yield Finding(
-                f"a call of {short} positions is the same before and after one of {long}", f"difference {error:.1e}",
+                f"a call of {short} positions in {str(dtype)[6:]} is the same after one of {long}",
+                f"difference {error:.1e}",
                 "sound" if sound else "broken", rotary.name,
                 "" if sound else "compute frequencies from the length of the call alone, keep no table of another call",
                 "" if sound else "huggingface/transformers#25306",

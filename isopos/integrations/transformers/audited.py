@@ -124,8 +124,9 @@ class TransformersSubject(Subject):
 
     def prepared(self, made: nn.Module) -> nn.Module:
         """Experts by plain products, which know float64."""
-        if hasattr(made, "set_experts_implementation"):
-            made.set_experts_implementation("eager")
+        choose: Any = getattr(made, "set_experts_implementation", None)
+        if choose is not None:
+            choose("eager")
         return made
 
     def tokens(self, rows: int, count: int, seed: int = 0) -> Tensor:

@@ -23,6 +23,7 @@ class Options:
     model: Annotated[str, tyro.conf.Positional]
     """A folder with config.json, or MODULE:FUNCTION that makes a model, or a tuple (module, call, example)."""
     checks: str = ""  # Names of checks, separated by commas; all by default.
+    whole: bool = False  # Show sound results in the table, too.
     json: bool = False  # Print JSON in place of a table.
 
 
@@ -45,5 +46,5 @@ def run(options: Options, console: Console) -> int:
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        report.show(console)
+        report.show(console, options.whole)
     return report.status
