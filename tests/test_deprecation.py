@@ -5,9 +5,10 @@ import pkgutil
 import re
 
 import pytest
+from cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new"),
     [
         ("isopos.attention.Attention", "isopos.nn.Attention"),
