@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from cases import each
 
 import isopos
 from isopos.attention import explain, linear_attention
@@ -58,7 +57,7 @@ WOULD_NOT = {
 }
 
 
-@each("call", WOULD)
+@pytest.mark.parametrize("call", WOULD)
 def test_the_first_call_that_it_would_have_served_says_so_once(call):
     found = told(lambda: (WOULD[call](), WOULD[call]()))
     assert [warning.category for warning in found] == [RuntimeWarning]
@@ -69,7 +68,7 @@ def test_the_first_call_that_it_would_have_served_says_so_once(call):
     assert found[0].filename == __file__  # the line that called isopos, whatever was between
 
 
-@each("call", WOULD_NOT)
+@pytest.mark.parametrize("call", WOULD_NOT)
 def test_what_it_would_not_have_served_says_nothing(call):
     assert not told(WOULD_NOT[call])
     assert len(told(WOULD["causal"])) == 1

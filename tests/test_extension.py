@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each, gradients, inputs, same_everywhere, stream
+from cases import gradients, inputs, same_everywhere, stream
 
 from isopos import attention, laws, linear_attention, schemes, sequence
 from isopos.lab.runs import checkpoints
@@ -34,7 +34,7 @@ def agrees_with_its_definition(scheme, roundings):
     assert all(grad.any() for grad in gradients(out, leaves))
 
 
-@each("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_each_takes_less_than_40_lines(file):
     assert len(file.read_text().splitlines()) < 40
 
@@ -71,7 +71,7 @@ def test_an_encoding_on_the_command_line(own, isopos, tmp_path):
     assert (tmp_path / "mirror.png").exists()
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("nothing.mirror", "scheme nothing.mirror: cannot import nothing: ModuleNotFoundError"),

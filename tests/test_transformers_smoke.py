@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import each
 
 import isopos
 from isopos.encodings import Rotary
@@ -51,8 +50,8 @@ def perturbed(scheme):
     return scheme
 
 
-@each("rule", [None, *RULES])
-@each("learned", [False, True])  # through the model's code, and through our attention
+@pytest.mark.parametrize("rule", [None, *RULES])
+@pytest.mark.parametrize("learned", [False, True])  # through the model's code, and through our attention
 def test_a_folder_keeps_a_scheme_its_extension_and_what_it_learned(hf, tmp_path, caplog, monkeypatch, rule, learned):
     scheme = perturbed(isopos.rope(8, 2, attention="softmax", learned=learned))
     model, plain = patch(make(hf), copy.deepcopy(scheme)), None
@@ -81,7 +80,7 @@ def test_a_scheme_that_is_extended_in_its_model_is_saved_as_it_is(hf, tmp_path):
     assert unpatch(model).save_pretrained.__func__ is method
 
 
-@each("heads", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2])
 def test_a_loaded_model_has_its_basis_absorbed(hf, tmp_path, heads):
     """One of fewer heads of keys than of queries; what was absorbed is saved without a name, and is given again."""
     model = patch(make(hf), perturbed(isopos.lrpe_orthogonal(8, heads, attention="softmax", learned_basis=True)))
@@ -101,7 +100,7 @@ def test_a_loaded_model_has_its_basis_absorbed(hf, tmp_path, heads):
         absorb(patch(make(hf), isopos.lrpe_orthogonal(8, 4, attention="softmax")))
 
 
-@each("scheme", [isopos.rope, isopos.none])
+@pytest.mark.parametrize("scheme", [isopos.rope, isopos.none])
 def test_a_patched_bert_has_no_longest_sequence(hf, scheme):
     torch.manual_seed(0)
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
@@ -135,7 +134,7 @@ def test_a_model_of_ours_keeps_its_extension(hf, tmp_path):
         load(tmp_path)
 
 
-@each("rule", RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_configuration_says_every_extension(rule):
     scheme = isopos.rope(8, 2).extend(rule, **RULES[rule])
     entry = json.loads(json.dumps(saving.described(scheme)))
