@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isopos import bases, biases, contragredient, couplings, encodings, feature_maps, generators
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import constant, describe
+from isopos.exact import constant
 from isopos.feature_maps import Phi, undivided
 from isopos.poses import Projective
 from isopos.positions import Group, Line, Product, Ring, Tree
@@ -46,18 +46,11 @@ class Primitive:
     outside: int = 0  # first rows of positions that are class tokens, which have no relative position for W
     classes: tuple[Tensor, ...] = ()  # W of pairs whose key, and of those whose query alone, is a class token
 
-    def __repr__(self) -> str:
-        return describe(self)
-
     def relative(self, x: Tensor, y: Tensor) -> list[list[Relative]]:
         """x_i^-1 y_j of each row of x ``[t c]`` and of y ``[s c]``, which is all that W sees of positions.
 
         A number on a line or a ring, a reduced word of (branch, 1 down or -1 up) in a tree, a tuple of these in a product.
         """
-        for z in (x, y):
-            self.group.check(z)
-            if z.ndim != 2:
-                raise ValueError(f"positions: expected those of one sample, [t c], got {list(z.shape)}")
         rows = _rows(self.group, y)
         return [[_between(self.group, a, b) for b in rows] for a in _rows(self.group, x)]
 
@@ -102,8 +95,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
     - Pairs with class tokens have a constant W where a term treats them apart.
 
     Raises:
-        ValueError: For a scheme whose scores are no function of relative positions.
-        TypeError: For parts that are not known here.
+        ValueError: For embeddings and steps of keys.
+        TypeError: For other parts that are not known here, as those of absolute encodings.
 
     Examples:
         >>> import isopos
@@ -112,17 +105,8 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
         >>> [list(to_position.A.shape), list(to_position.B.shape), list(to_position.matrix(sequence(3), sequence(4)).shape)]
         [[2, 8, 8], [2, 1, 8], [2, 3, 4, 8, 1]]
     """
-    if scheme.embedding is not None:
-        name = type(scheme.embedding).__name__
-        raise ValueError(
-            f"scheme: expected scores of relative positions, got {name} embeddings, which every token meets by "
-            "itself: products of two such tokens are no function of x^-1 y (LRPE, Eq. 6)"
-        )
-    if scheme.phases:
-        raise ValueError(
-            "scheme: expected scores of relative positions, got steps that keys take: their sums are a function of content, "
-            "not of x^-1 y (LRPE, Eq. 6)"
-        )
+    if scheme.embedding is not None or scheme.phases:
+        raise ValueError("scheme: expected scores of relative positions, no embeddings and no steps that keys take")
     coupling, group, softmax = scheme.encoding, scheme.group, scheme.attention == "softmax"
     scale = 1.0 if not softmax else coupling.features**-0.5 if scheme.scale is None else scheme.scale
     scale *= scheme.sharpness if softmax else 1.0
@@ -244,11 +228,6 @@ def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
-        case couplings.Lie():
-            raise ValueError(
-                "scheme: expected scores of relative positions, got exponentials of generators that need not commute, whose "
-                "products are no function of x^-1 y (LRPE, Eq. 6)"
-            )
         case couplings.Constrained():
             nothing, outside = torch.zeros(1, 1, 1, dtype=torch.float64), coupling.outside
             added = Primitive(group, *one, *one, _cosines(coupling), outside=outside, classes=(nothing, nothing))
@@ -259,11 +238,6 @@ def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
             own = _waves(coupling) if isinstance(coupling, couplings.SineSPE) else _filters(coupling)
             gate = 0.0 if coupling.gate is None else constant(coupling.gate.parameter).sigmoid()
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed(gate + (1 - gate) * own(t)))]
-        case couplings.Absolute():
-            raise ValueError(
-                f"scheme: expected scores of relative positions, got an absolute encoding of the {coupling.side}'s side "
-                "alone, whose scores are a function of that position, not of x^-1 y (LRPE, Eq. 6)"
-            )
     raise TypeError(f"coupling: expected one of isopos.encodings or isopos.couplings, got {type(coupling).__name__}")
 
 
@@ -494,11 +468,6 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
             if bias.kernel == "log":
                 return [Primitive(group, *one, *one, lambda t: -r1 * torch.log(1 + r2 * abs(t)))]
             return [Primitive(group, *one, *one, lambda t: -r1 * torch.pow(abs(t), r2))]
-        case biases.Fire():
-            raise ValueError(
-                "scheme: expected scores of relative positions, got FIRE, whose distances are shares of the query's "
-                "position, no function of x^-1 y (LRPE, Eq. 6)"
-            )
         case biases.DeBERTa():  # (LRPE, Eq. 31 and 32) with g(x - y) = the row of t = y - x
             keys, queries = (scale * constant(rows.parameter) for rows in (bias.keys, bias.queries))
             back = -1 if bias.released else 1

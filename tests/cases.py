@@ -4,10 +4,11 @@ Also what the tests share: the tolerance, random inputs and positions, and the d
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,8 +50,11 @@ class SchemeCase(NamedTuple):
 
     @property
     def group(self) -> Group:
-        """Whose positions it takes."""
-        return self.build().group
+        """Whose positions it takes, learned by building it once."""
+        key = type(self), self.name, id(self.options)
+        if key not in _GROUPS:
+            _GROUPS[key] = self, self.build().group  # the case keeps its options, and so their id, alive
+        return _GROUPS[key][1]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -99,6 +103,9 @@ class SchemeCase(NamedTuple):
         """Positions of t queries and s keys; on lines and grids the queries are the last of the keys."""
         y = self.positions(*batch, t=s)
         return (y[..., s - t :, :] if self.group.is_grid else self.positions(*batch, t=t)), y
+
+
+_GROUPS: dict[tuple[type, str, int], tuple[SchemeCase, Group]] = {}
 
 
 def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
@@ -313,53 +320,106 @@ def scheme_case(id: str) -> SchemeCase:
     return next(case for case in SCHEMES if case.id == id)
 
 
-def with_kinds(cases: list[SchemeCase], *, slow: bool = False) -> pytest.MarkDecorator:
-    """Parametrises `case` and `kind` by rows and the kinds of attention that each has; all but presets may be slow tests."""
-    marks = {case.id: pytest.mark.slow if slow and case not in PRESETS else () for case in cases}
-    pairs = [(case, kind) for case in cases for kind in case.kinds]
-    return pytest.mark.parametrize(
-        ("case", "kind"), [pytest.param(case, kind, id=f"{case.id}-{kind}", marks=marks[case.id]) for case, kind in pairs]
-    )
-
-
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def named(what: str | Callable[[], str]) -> Iterator[None]:
     """What fails within says what it was about."""
     try:
         yield
     except BaseException as error:
-        error.add_note(f"in {what}")
+        error.add_note(f"in {what() if callable(what) else what}")
         raise
 
 
-def looped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrises a test by groups of rows, each (its group, a name, arguments): it runs for one after another.
+Rows = Sequence[tuple[str | Callable[[], str], Mapping[str, Any]]]
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
-    What fails names its row. Random numbers start anew at each.
+
+def looped(rows: Rows) -> Decorator:
+    """Runs a test for rows of arguments, each with its name, one after another.
+
+    A failure names its row. Every row starts from the same random numbers and its own `monkeypatch`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        def of_group(group: str, **fixtures: Any) -> None:
-            for own, name, arguments in rows:
-                if own == group:
-                    torch.manual_seed(0)
-                    with named(name):
-                        test(**arguments, **fixtures)
+        assert rows, f"{test.__name__}: expected rows, got none"
 
-        given = {name for _, _, arguments in rows for name in arguments}
-        fixtures = [p for name, p in inspect.signature(test).parameters.items() if name not in given]
-        group = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY)
-        of_group.__signature__ = inspect.Signature([*fixtures, group])  # pyright: ignore[reportFunctionMemberAccess]
-        of_group.__name__, of_group.__doc__, of_group.__module__ = test.__name__, test.__doc__, test.__module__
-        of_group.pytestmark = getattr(test, "pytestmark", [])  # pyright: ignore[reportFunctionMemberAccess]
-        return pytest.mark.parametrize("group", dict.fromkeys(own for own, _, _ in rows))(of_group)
+        @functools.wraps(test)
+        def loop(**fixtures: Any) -> None:
+            skipped = []
+            for name, arguments in rows:
+                torch.manual_seed(0)
+                with named(name), contextlib.ExitStack() as stack:
+                    own = {n: stack.enter_context(x.context()) if n == "monkeypatch" else x for n, x in fixtures.items()}
+                    try:
+                        test(**arguments, **own)
+                    except pytest.skip.Exception as skip:
+                        skipped.append(skip)
+            if skipped and len(skipped) == len(rows):
+                raise skipped[0]
+
+        given = {name for _, arguments in rows for name in arguments}
+        signature = inspect.signature(test)
+        fixtures = [parameter for name, parameter in signature.parameters.items() if name not in given]
+        loop.__signature__ = signature.replace(parameters=fixtures)  # pyright: ignore[reportAttributeAccessIssue]
+        return loop
 
     return decorate
 
 
-def over_rows(cases: list[SchemeCase]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrises a test of a `case` by presets: it runs for all rows of one."""
-    return looped([(case.name, case.id, {"case": case}) for case in cases])
+def each(
+    names: str | Sequence[str], rows: Iterable[Any], ids: Callable[[Any], Any] | Iterable[str] | None = None
+) -> Decorator:
+    """As `pytest.mark.parametrize`, for cases too cheap for a run each: they run one after another."""
+    arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    values = [row if len(arguments) > 1 else (row,) for row in rows]
+    labels = [None] * len(values) if ids is None or callable(ids) else list(ids)
+
+    def name(label: str | None, row: Sequence[Any]) -> Callable[[], str]:
+        return lambda: label or " ".join(str(ids(x) if callable(ids) else getattr(x, "__name__", x)) for x in row)
+
+    given = [dict(zip(arguments, row, strict=True)) for row in values]
+    return looped([(name(*row), own) for *row, own in zip(labels, values, given, strict=True)])
+
+
+def grouped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Decorator:
+    """Parametrises a test by families of presets: it runs for the rows of one, each (its preset, a name, arguments).
+
+    The family's presets are in the name of the run, so that `-k` finds those of one preset.
+    """
+    families: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {}
+    for row in rows:
+        module = schemes.REGISTRY[row[0]].__module__ if row[0] in schemes.REGISTRY else row[0]
+        families.setdefault(module, []).append(row)
+    names = ["+".join(dict.fromkeys(preset for preset, _, _ in own)) for own in families.values()]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        loops = [looped([(name, arguments) for _, name, arguments in own])(test) for own in families.values()]
+
+        @functools.wraps(test)
+        def of_family(family: Callable[..., None], **fixtures: Any) -> None:
+            family(**fixtures)
+
+        signature = inspect.signature(loops[0])
+        own = inspect.Parameter("family", inspect.Parameter.KEYWORD_ONLY)
+        of_family.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # pyright: ignore
+        return pytest.mark.parametrize("family", loops, ids=names)(of_family)
+
+    return decorate
+
+
+def over_rows(cases: Sequence[SchemeCase]) -> Decorator:
+    """Parametrises a test of a `case` by families of presets: it runs for all rows of one."""
+    return grouped([(case.name or "composed", case.id, {"case": case}) for case in cases])
+
+
+def with_kinds(cases: Sequence[SchemeCase]) -> Decorator:
+    """Parametrises a test of a `case` and a `kind` by families of presets: rows with their kinds of attention."""
+    return over_pairs((case, kind) for case in cases for kind in case.kinds)
+
+
+def over_pairs(pairs: Iterable[tuple[SchemeCase, str]]) -> Decorator:
+    """Parametrises a test of a `case` and a `kind` by families of presets."""
+    return grouped([(case.name or "composed", f"{case.id}-{kind}", {"case": case, "kind": kind}) for case, kind in pairs])
 
 
 class EncodingCase(NamedTuple):

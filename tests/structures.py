@@ -7,8 +7,7 @@ streams, kernels) runs over structures; what a preset decides (formula, law, opt
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import pytest
-from cases import COMPOSED, HEAD_DIM, HEADS, SCHEMES, SchemeCase, looped
+from cases import COMPOSED, HEAD_DIM, HEADS, SCHEMES, Decorator, SchemeCase, over_pairs
 from torch import Tensor
 
 from isopos import schemes
@@ -95,21 +94,13 @@ def pairs(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) ->
     return ((own.case, own.kind) for own in STRUCTURES if where(own.case, own.kind))
 
 
-def with_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> pytest.MarkDecorator:
-    """Parametrises `case` and `kind` by structures."""
-    rows = [pytest.param(case, kind, id=f"{case.id}-{kind}") for case, kind in pairs(where)]
-    return pytest.mark.parametrize(("case", "kind"), rows)
+def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Decorator:
+    """Parametrises a test of a `case` and a `kind` by families of presets: it runs for all structures of their rows."""
+    return over_pairs(pairs(where))
 
 
-def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Callable[..., Any]:
-    """Parametrises a test of a `case` and a `kind` by presets: it runs for all structures of one's rows."""
-    rows = ((case.name or "composed", f"{case.id}-{kind}", case, kind) for case, kind in pairs(where))
-    return looped([(group, name, {"case": case, "kind": kind}) for group, name, case, kind in rows])
-
-
-def with_other_rows(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> pytest.MarkDecorator:
-    """Parametrises `case` and `kind` by the rows that stand for no structure: the same code with other numbers."""
+def over_other_rows() -> Decorator:
+    """Parametrises a test likewise by the rows that stand for no structure: the same code with other numbers."""
     seen = {(case.id, kind) for case, kind in pairs()}
-    rows = [(case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds if where(case, kind)]
-    rows = [pytest.param(case, kind, id=f"{case.id}-{kind}") for case, kind in rows if (case.id, kind) not in seen]
-    return pytest.mark.parametrize(("case", "kind"), rows)
+    rows = ((case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds)
+    return over_pairs((case, kind) for case, kind in rows if (case.id, kind) not in seen)

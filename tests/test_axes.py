@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import HEADS, close, inputs
+from cases import HEADS, close, each, inputs
 
 from isopos import schemes
 from isopos.encodings import rope_frequencies
@@ -29,7 +29,7 @@ def scores(scheme, q, k, x):
     return rho(q) @ rho(k).mT
 
 
-@pytest.mark.parametrize("scheme", OF_AXES)
+@each("scheme", OF_AXES)
 def test_coordinates_may_be_real(scheme):
     """Scores see real differences, and those of integers are what integers give."""
     q, k, _ = inputs(t=9, d=12)
@@ -40,7 +40,7 @@ def test_coordinates_may_be_real(scheme):
     close(scores(scheme, q, k, whole.double()), scores(scheme, q, k, whole))
 
 
-@pytest.mark.parametrize("sections", [None, "2+1+1", (1, 1, 2)])
+@each("sections", [None, "2+1+1", (1, 1, 2)])
 def test_axial_is_rope_of_each_axis_on_features_of_its_own(sections):
     q, k, _ = inputs(t=12, d=8)
     x, done, expected = grid(2, 3, 2), 0, torch.zeros(())
@@ -50,13 +50,13 @@ def test_axial_is_rope_of_each_axis_on_features_of_its_own(sections):
     close(scores(schemes.rope_axial(8, axes=3, sections=sections, base=50.0), q, k, x), expected)
 
 
-@pytest.mark.parametrize("name", ["rope-axial", "rope-mixed"])
+@each("name", ["rope-axial", "rope-mixed"])
 def test_one_axis_is_rope(name):
     found = frequency(schemes.build(name, 8, HEADS, {"axes": "1", "base": "30"}))
     close(found, rope_frequencies(4, 30.0).expand_as(found), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("axes", [2, 3, 4])
+@each("axes", [2, 3, 4])
 def test_mixed_starts_as_axial_turned_as_a_whole_for_each_head(axes):
     w = frequency(schemes.rope_mixed(8 * axes, 5, axes=axes))
     axial = frequency(schemes.rope_axial(8 * axes, axes=axes, base=10.0))[0]
@@ -81,7 +81,7 @@ def test_golden_directions_turn_by_the_golden_ratio_on_through_the_heads():
     close(turned - turned.round(), torch.zeros(11).double())
 
 
-@pytest.mark.parametrize("axes", [2, 3, 4])
+@each("axes", [2, 3, 4])
 def test_golden_directions_favour_none(axes):
     """Their second moments are those of the uniform distribution."""
     w = frequency(schemes.rope_golden(64, 32, axes=axes, base=1.0)).transpose(1, 2).flatten(0, 1)
@@ -90,14 +90,14 @@ def test_golden_directions_favour_none(axes):
     assert (moments - torch.eye(axes) / axes).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("scheme", [schemes.mrope(16, HEADS), schemes.mrope(16, HEADS, interleaved=True)])
+@each("scheme", [schemes.mrope(16, HEADS), schemes.mrope(16, HEADS, interleaved=True)])
 def test_mrope_of_equal_coordinates_is_rope(scheme):
     q, k, _ = inputs(t=9, d=16)
     for x in (7 * sequence(9), torch.randn(9, 1, dtype=torch.float64)):
         close(scores(scheme, q, k, x.expand(-1, 3)), scores(schemes.rope(16, HEADS), q, k, x))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "axis"),
     [
         ({}, "tthhhwww"),
@@ -120,7 +120,7 @@ def test_default_sections_are_those_of_qwen():
     assert frequency(schemes.mrope(6))[0].ne(0).sum(-1).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("p", "kept"), [(1.0, 8), (0.75, 6), (0.7, 5), (0.125, 1)])
+@each(("p", "kept"), [(1.0, 8), (0.75, 6), (0.7, 5), (0.125, 1)])
 def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
     q, k, _ = inputs(t=9, d=16)
     found = scores(schemes.p_rope(16, HEADS, p=p), q, k, 100 * sequence(9))
@@ -129,7 +129,7 @@ def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
     close(found, (rho(q) * fast) @ (rho(k) * fast).mT + q[..., rest] @ k[..., rest].mT)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: schemes.rope_axial(8, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import ALL_BASES, HEAD_DIM, HEADS, close, normals, perturb
+from cases import ALL_BASES, HEAD_DIM, HEADS, close, each, normals, perturb
 
 from isopos.bases import ComplexFourier, Fourier, Householder, OddEven, Pairs
 from isopos.encodings import Rotary, rope_frequencies
@@ -17,13 +17,13 @@ def matrix_of(basis):
     return basis(dtype=torch.float64)(unit)[:, :, 0].permute(1, 2, 0)
 
 
-@pytest.mark.parametrize("make", ALL_BASES.values(), ids=ALL_BASES)
+@each("make", ALL_BASES.values(), ids=ALL_BASES)
 def test_bases_are_orthogonal(make):
     matrix = matrix_of(perturb(make()))
     close(matrix @ matrix.mT, torch.eye(HEAD_DIM, dtype=torch.float64).expand_as(matrix))
 
 
-@pytest.mark.parametrize("features", [1, 2, 5, 6])
+@each("features", [1, 2, 5, 6])
 def test_fourier_rows_are_the_fft(features):
     close(matrix_of(Fourier(features)) @ matrix_of(Fourier(features)).mT, torch.eye(features).double().expand(HEADS, -1, -1))
     x = torch.randn(features, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_householder_is_a_reflection_a_head():
     close(matrix_of(Householder(5 * normal)), expected)
 
 
-@pytest.mark.parametrize("features", [1, 2, 5, 8])
+@each("features", [1, 2, 5, 8])
 def test_odd_even_is_equation_74(features):
     """(P x)_i = x_pi(i) with pi(2k) = k, pi(2k + 1) = ceil(d / 2) + k."""
     matrix = matrix_of(OddEven(features))[0]
@@ -63,19 +63,19 @@ def test_odd_even_then_interleaved_rotation_is_the_half_split_layout():
     close(turned, torch.stack((first, second), -1).flatten(-2))  # and pairs are left side by side
 
 
-@pytest.mark.parametrize("features", [2, 6, 8])
+@each("features", [2, 6, 8])
 def test_complex_fourier_is_the_fft_of_pairs(features):
     z = torch.randn(features // 2, dtype=torch.complex128)
     y = matrix_of(ComplexFourier(features))[1] @ torch.view_as_real(z).flatten()
     close(y, torch.view_as_real(torch.fft.fft(z, norm="ortho")).flatten())
 
 
-@pytest.mark.parametrize("make", [lambda: Householder(normals(features=4)), lambda: OddEven(4), lambda: Fourier(4)])
+@each("make", [lambda: Householder(normals(features=4)), lambda: OddEven(4), lambda: Fourier(4)])
 def test_pairs_act_on_real_and_imaginary_parts_alike(make):
     close(matrix_of(Pairs(make())), torch.kron(matrix_of(make()).contiguous(), torch.eye(2).double()))
 
 
-@pytest.mark.parametrize("features", [0, 3])
+@each("features", [0, 3])
 def test_complex_fourier_needs_pairs(features):
     with pytest.raises(ValueError, match=f"features: expected pairs of real and imaginary parts, got {features}"):
         ComplexFourier(features)
@@ -98,7 +98,7 @@ WRONG_NORMALS = {
 }
 
 
-@pytest.mark.parametrize("normal", WRONG_NORMALS.values(), ids=WRONG_NORMALS)
+@each("normal", WRONG_NORMALS.values(), ids=WRONG_NORMALS)
 def test_householder_needs_normals(normal):
     with pytest.raises(ValueError, match="normal: expected"):
         Householder(normal)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, close, inputs, perturb
+from cases import HEAD_DIM, HEADS, close, each, inputs, perturb
 
 import isopos
 from isopos import biases
@@ -49,9 +49,7 @@ def offset(i, j):
 # Buckets
 
 
-@pytest.mark.parametrize(
-    ("buckets", "distance", "both"), [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (4, 2, True)]
-)
+@each(("buckets", "distance", "both"), [(32, 128, True), (32, 128, False), (8, 20, True), (6, 7, False), (4, 2, True)])
 def test_t5_buckets_are_the_papers(buckets, distance, both):
     """Section 2.1 as published code has it, in exact arithmetic: floats fall on the wrong side of powers."""
 
@@ -73,7 +71,7 @@ def test_t5_buckets_are_the_papers(buckets, distance, both):
     assert set(found.tolist()) == set(range(buckets)) - ({buckets // 2} if both else set())  # offset 0 has the first one
 
 
-@pytest.mark.parametrize(("buckets", "distance"), [(256, 512), (8, 20), (4, 100)])
+@each(("buckets", "distance"), [(256, 512), (8, 20), (4, 100)])
 def test_deberta_buckets_are_version_2s(buckets, distance):
     def row(offset):
         middle, n = buckets // 2, abs(offset)
@@ -118,7 +116,7 @@ def test_shaw_is_equation_5_with_queries_that_have_no_position():
     close(softmax_attention(q, k, v, terms=bias(X, Y, torch.float64)), expected)
 
 
-@pytest.mark.parametrize("distance", [20, None])
+@each("distance", [20, None])
 def test_deberta_is_equation_10(distance):
     bias, (q, k, v) = perturb(DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=distance)), inputs(2, t=T, s=S)
     keys, queries = bias.keys.weight, bias.queries.weight
@@ -132,7 +130,7 @@ def test_deberta_is_equation_10(distance):
     close(softmax_attention(q, k, v, **arguments), attend(logits_of(score), v[:, :, None]))
 
 
-@pytest.mark.parametrize("distance", [20, None])
+@each("distance", [20, None])
 def test_deberta_as_released_reads_one_row_for_both(distance):
     """The code gathers row clamp(-(j' - i') + k) of keys j' and transposes: delta(i, j), where Eq. 4 has delta(j, i)."""
     bias = perturb(DeBERTa(HEADS, HEAD_DIM, buckets=8, max_distance=distance, released=True))
@@ -148,7 +146,7 @@ def test_deberta_as_released_reads_one_row_for_both(distance):
     close(softmax_attention(q, k, v, **arguments), attend(logits_of(score), v[:, :, None]))
 
 
-@pytest.mark.parametrize(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
+@each(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
 def test_clipped_keys_add_a_vector_to_keys(axes, outside):
     """weight_ij = <phi(q_i), phi(k_j) + phi(w_clip(y_j - x_i))>, each axis clipped by itself, class tokens apart."""
     x, y = (X, Y) if axes == 1 else (grid(2, 3) + 2, grid(3, 3))
@@ -179,7 +177,7 @@ def test_clipped_keys_may_begin_with_next_to_no_weight():
     assert (found[0] - plain).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kernel", ["log", "power"])
+@each("kernel", ["log", "power"])
 def test_kerple_subtracts_a_kernel_of_the_distance(kernel):
     bias, (q, k, v) = perturb(Kerple(HEADS, kernel=kernel), 5), inputs(2, t=T, s=S)
     (r1, r2) = [[n.item() for n in a] for a in bias.numbers()]
@@ -193,7 +191,7 @@ def test_kerple_subtracts_a_kernel_of_the_distance(kernel):
     close(softmax_attention(q, k, v, terms=bias(X, Y, torch.float64)), attend(logits, v[:, :, None]))
 
 
-@pytest.mark.parametrize("kernel", ["log", "power"])
+@each("kernel", ["log", "power"])
 def test_kerples_kernels_are_conditionally_positive_definite(kernel):
     """sum_ij c_i c_j k(x_i - x_j) >= 0 wherever c sums to zero, real positions included."""
     x = 30 * torch.randn(40, 1, dtype=torch.float64)
@@ -220,7 +218,7 @@ def test_kerples_power_of_one_is_alibi():
     close(softmax_attention(q, k, v, terms=bias(X, X, torch.float64)), softmax_attention(q, k, v, **at))
 
 
-@pytest.mark.parametrize("factor", [1.3, -0.1])
+@each("factor", [1.3, -0.1])
 def test_fire_is_a_network_of_shares(factor):
     """psi(|i - j|) / psi(max(L, i)), query by query; psi(n) = log(c n + 1), f one hidden layer of ReLU; L is at least 1."""
     x, (q, k, v) = torch.tensor([[-3], [0], [2], [5], [8], [40]]), inputs(2, t=T, s=S)
@@ -268,7 +266,7 @@ MAKE = {
     "kerple": lambda: Kerple(HEADS),
     "fire": lambda: Fire(HEADS),
 }
-every = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+every = each("make", MAKE.values(), ids=MAKE)
 
 
 def test_every_bias_has_a_row():
@@ -289,7 +287,7 @@ def test_tables_stay_exact_and_positions_are_checked(make):
                 bias(*arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "spread"),
     [
         (lambda seed: Shaw(HEAD_DIM, seed=seed), HEAD_DIM**-0.5),
@@ -304,7 +302,7 @@ def test_seeds_choose(make, spread):
     assert first.std().item() == pytest.approx(spread, rel=0.1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: T5(2, buckets=2), "buckets: expected an even number of at least 4"),

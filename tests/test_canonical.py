@@ -1,35 +1,31 @@
 """The canonical form: a second derivation of every scheme, from its parameters alone, gives the scores of attention."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from canonical import canonical, score
 from cases import (
     COMPOSED,
-    ENCODINGS,
     HEAD_DIM,
     HEADS,
     PRESETS,
     SCHEMES,
     close,
+    each,
     ids,
     inputs,
     over_rows,
     perturb,
     scheme_case,
-    shifted,
     with_kinds,
 )
 
-from isopos import bases, biases, couplings, encodings, schemes
+from isopos import biases, couplings, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
 from isopos.feature_maps import undivided
 from isopos.kinds import Linear, Softmax
-from isopos.maps import Identity
-from isopos.positions import Line, Ring, Tree, grid, sequence, tree
+from isopos.positions import Line, grid, sequence
 
 ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere", "fox", "selective")
 RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
@@ -138,7 +134,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("id", OPTIONS)
+@each("id", OPTIONS)
 def test_primitives_sum_to_the_scores_of_options_together(id):
     name, options = OPTIONS[id]
     scheme = perturb(schemes.REGISTRY[name](**{"head_dim": HEAD_DIM, "heads": HEADS} | options))
@@ -146,13 +142,13 @@ def test_primitives_sum_to_the_scores_of_options_together(id):
     same(scheme, grid(3, 3) * 2 - 3 if scheme.group.columns == 2 and scheme.group.is_grid else near)
 
 
-@pytest.mark.parametrize("id", ["rope-learned", "transformer-xl", "horn-constrained", "horn-clipped-reach", "ape-sequence"])
+@each("id", ["rope-learned", "transformer-xl", "horn-constrained", "horn-clipped-reach", "ape-sequence"])
 def test_real_positions(id):
     scheme = made(scheme_case(id))
     same(scheme, torch.tensor([[-2.5], [-1.0], [0.25], [0.5], [1.5], [4.75]]), torch.arange(-3, 4).double()[:, None] / 2)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@each("heads", [1, 2])
 def test_own_scale_and_decay(heads):
     decay = Decay(torch.tensor([0.1, 0.3][:heads]), learned=True)
     scheme = schemes.Scheme(
@@ -174,7 +170,7 @@ def kernel(scheme, x, y):
     return primitive.matrix(x, y)
 
 
-@pytest.mark.parametrize("case", COMPOSED, ids=ids)
+@each("case", COMPOSED, ids=ids)
 def test_the_kernel_of_an_encoding(case):
     scheme = plain(case)
     x = scheme.group.random(6)
@@ -183,120 +179,11 @@ def test_the_kernel_of_an_encoding(case):
         same(scheme, x, scheme.group.random(4))
 
 
-@pytest.mark.parametrize("case", ENCODINGS, ids=ids)
-def test_kernels_are_representations(case):
-    scheme, unit = plain(case), torch.eye(HEAD_DIM, dtype=torch.float64)
-    x = scheme.group.random(6)
-    W = kernel(scheme, x, x)
-    assert W.shape == (HEADS, 6, 6, HEAD_DIM, HEAD_DIM)
-    close(W.diagonal(dim1=1, dim2=2).movedim(-1, 1), unit.expand(HEADS, 6, -1, -1))  # W(1) = I
-    close(W.transpose(1, 2).mT, W, roundings=ROUNDINGS)  # W(t)^H = W(t^-1)
-    if "lift" not in case.id and scheme.encoding.out_features == HEAD_DIM:  # a real part of a representation is none
-        close(torch.einsum("hsij,hstjk->hstik", W[:, 0], W), W[:, :1].expand_as(W), roundings=ROUNDINGS)
-        close(W.mT @ W, unit.expand_as(W), roundings=ROUNDINGS)
-
-
-@pytest.mark.parametrize("case", [case for case in PRESETS if case in EXACT and case.name != "prope"], ids=ids)  # rounded
-def test_matrices_see_relative_positions_only(case):
-    scheme = made(case)
-    x = case.positions(t=8)
-    moved = shifted(scheme.group, x)[0]
-    for primitive in canonical(scheme):
-        assert primitive.relative(x, x) == [row[-8:] for row in primitive.relative(moved, moved)[-8:]]
-        if not primitive.outside:
-            close(primitive.matrix(moved, moved)[:, -8:, -8:], primitive.matrix(x, x), roundings=ROUNDINGS)
-
-
-def test_relative_positions():
-    def relative(group, x, y):
-        (primitive,) = canonical(schemes.Scheme(encodings.Identity(2, group), 1))
-        return primitive.relative(x, y)
-
-    assert relative(Line(), torch.tensor([[5]]), torch.tensor([[3], [9]])) == [[-2, 4]]
-    assert relative(Ring(7), torch.tensor([[5]]), torch.tensor([[3], [9]])) == [[5, 4]]
-    nodes = tree([[["d", "f"]], "e"])  # words (), 0, 00, 000, 001, 1
-    assert relative(Tree(2), nodes[:5], nodes)[3] == [
-        ((0, -1), (0, -1), (0, -1)),
-        ((0, -1), (0, -1)),
-        ((0, -1),),
-        (),
-        ((0, -1), (1, 1)),
-        ((0, -1), (0, -1), (0, -1), (1, 1)),
-    ]
-
-
-# What each scheme's primitives are.
-
-COUNTS = {"horn-constrained": 2, "horn-clipped": 2, "shaw": 2, "t5": 2, "kerple": 2, "deberta": 3, "transformer-xl": 4}
-
-
-@with_kinds([case for case in PRESETS if case in RELATIVE])
-def test_primitives(case, kind):
-    scheme = made(case, kind)
-    primitives = canonical(scheme)
-    assert len(primitives) == COUNTS.get(case.name, 1) + (scheme.decay is not None and kind == "softmax")
-    d, x = scheme.encoding.features, case.positions(t=4)
-    for primitive in primitives:
-        (h, d1, d), (_, d2, _) = primitive.A.shape, primitive.B.shape
-        assert (h, d) == (HEADS, scheme.encoding.features)
-        assert primitive.a.shape == (h, d1)
-        assert primitive.b.shape == (h, d2)
-        matrix = primitive.matrix(x, x[:3] if scheme.group.is_grid else x)
-        assert matrix.shape[:2] + matrix.shape[3:] == (h, 4, d1, d2)
-        assert {a.dtype for a in (primitive.A, primitive.a, primitive.B, primitive.b, matrix)} == {torch.float64}
-        assert not matrix.requires_grad
-
-
-def test_constant_primitives_have_no_content():
-    content, bias, decay = canonical(perturb(schemes.REGISTRY["t5"](HEAD_DIM, HEADS, decay="alibi")))
-    assert torch.equal(content.A[0], torch.eye(HEAD_DIM, dtype=torch.float64))
-    for primitive in (bias, decay):
-        assert not primitive.A.any()
-        assert not primitive.B.any()
-        assert primitive.a.eq(1).all()
-        assert primitive.b.eq(1).all()
-
-
 def test_permutations_are_those_given():
     permutation = torch.stack([torch.randperm(HEAD_DIM) for _ in range(HEADS)])
     W = kernel(schemes.Scheme(encodings.Permutation(permutation), HEADS), sequence(1), sequence(1) + 1)[:, 0, 0]
     v = torch.randn(HEADS, HEAD_DIM, dtype=torch.float64)
     close((W @ v[..., None])[..., 0], v.gather(-1, permutation))
-
-
-@pytest.mark.parametrize(("buckets", "far", "both"), [(32, 128, True), (32, 128, False), (8, 20, True), (10, 33, False)])
-def test_t5_buckets_are_the_papers(buckets, far, both):
-    scheme = perturb(schemes.REGISTRY["t5"](HEAD_DIM, HEADS, buckets=buckets, max_distance=far, bidirectional=both))
-    count = buckets // 2 if both else buckets
-    y = torch.arange(-2 * far, 2 * far + 1)
-    found = canonical(scheme)[1].matrix(sequence(1), y[:, None])[:, 0, :, 0, 0]
-    rows = []
-    for t in y.tolist():
-        distance, exact = abs(t) if both else max(-t, 0), count // 2
-        if distance >= exact:
-            log = math.log(distance / exact) / math.log(far / exact)
-            distance = min(count - 1, exact + math.floor((count - exact) * log + 1e-9))
-        rows.append(distance + (count if both and t > 0 else 0))
-    close(found, scheme.bias.weight.detach()[:, rows])
-
-
-@pytest.mark.parametrize(("buckets", "far"), [(256, 512), (8, 20), (6, None)])
-def test_deberta_rows_are_the_papers(buckets, far):
-    scheme = perturb(schemes.REGISTRY["deberta"](HEAD_DIM, HEADS, buckets=buckets, max_distance=far))
-    y = torch.arange(-600, 601)
-    rows = []
-    for (
-        t
-    ) in y.tolist():  # delta(i, j) = i - j + k, clipped to 0, ..., 2 k - 1 (He et al., Eq. 3); version 2 shortens far steps
-        steps, near = abs(t), buckets // 2
-        if far is not None and steps > near:
-            log = math.log(steps / near) / math.log((far - 1) / near)
-            steps = math.ceil(log * (near - 1) - 1e-9) + near
-        rows.append(min(max(buckets - steps * (t > 0) + steps * (t < 0), 0), 2 * buckets - 1))
-    _, to_position, to_content = canonical(scheme)
-    scale = (3 * HEAD_DIM) ** -0.5
-    close(to_position.matrix(sequence(1), y[:, None])[:, 0, :, :, 0], scale * scheme.bias.keys.parameter.detach()[:, rows])
-    close(to_content.matrix(y[:, None], sequence(1))[:, :, 0, 0], scale * scheme.bias.queries.parameter.detach()[:, rows])
 
 
 # Stochastic encodings: with noise whose products are exactly what they are in expectation, one draw is the expectation.
@@ -311,7 +198,7 @@ EXPECTED = [{"attention": "softmax"}, {"attention": "softmax", "gated": True}]
 EXPECTED += [{"feature_map": "identity", "decay": "alibi"}]
 
 
-@pytest.mark.parametrize("options", EXPECTED)
+@each("options", EXPECTED)
 def test_sine_spe_in_expectation(options):
     scheme = perturb(schemes.REGISTRY["spe-sine"](HEAD_DIM, HEADS, sines=3, realizations=64, **options))
     noise = orthogonal_noise(HEAD_DIM * 7, 64)
@@ -320,7 +207,7 @@ def test_sine_spe_in_expectation(options):
     same(scheme, sequence(9))
 
 
-@pytest.mark.parametrize("options", EXPECTED)
+@each("options", EXPECTED)
 def test_conv_spe_in_expectation(monkeypatch, options):
     scheme = perturb(schemes.REGISTRY["spe-conv"](HEAD_DIM, HEADS, reach=3, realizations=128, **options))
     *noise, scheme.encoding.gate_noise = orthogonal_noise(13 * HEAD_DIM, 128).view(13, HEAD_DIM, 128)
@@ -344,55 +231,7 @@ def test_a_coupling_ahead_of_phi_has_the_products_that_phi_takes():
     close(*(score(canonical(scheme), q, k, sequence(9), sequence(9)) for scheme in (elu, identity)))
 
 
-# What has none, and what it does not call.
-
-
-@pytest.mark.parametrize("name", ABSOLUTE)
-def test_absolute_schemes_have_no_canonical_form(name):
-    with pytest.raises(ValueError, match=r"no function of x\^-1 y|not of x\^-1 y"):
-        canonical(schemes.REGISTRY[name](HEAD_DIM, HEADS))
-
-
-class OwnEncoding(encodings.Encoding):
-    def __init__(self):
-        super().__init__()
-        self.group, self.features, self.out_features = Line(), HEAD_DIM, HEAD_DIM
-
-    def forward(self, x, dtype=torch.float32):
-        return Identity()
-
-
-class OwnBasis(bases.Basis):
-    features = HEAD_DIM
-
-    def forward(self, device=None, dtype=torch.float32):
-        return Identity()
-
-
-class OwnBias(biases.RelativeBias):
-    group = Line()
-
-    def terms(self, x, y, dtype):
-        return ()
-
-
-def test_unknown_parts_are_named():
-    rotary = encodings.Rotary(torch.ones(1, 1, HEAD_DIM // 2))
-    for part, scheme in {
-        OwnEncoding: schemes.Scheme(encodings.Partial(OwnEncoding(), HEAD_DIM + 1), HEADS),
-        OwnBasis: schemes.Scheme(encodings.InBasis(rotary, OwnBasis()), HEADS),
-        OwnBias: schemes.Scheme(rotary, HEADS, attention="softmax", bias=OwnBias()),
-    }.items():
-        with pytest.raises(TypeError, match=part.__name__):
-            canonical(scheme)
-
-
-def test_positions_are_those_of_one_sample():
-    (primitive,) = canonical(schemes.REGISTRY["rope"](HEAD_DIM, HEADS))
-    with pytest.raises(ValueError, match=r"\[t c\]"):
-        primitive.matrix(sequence(3)[None], sequence(3))
-    with pytest.raises(ValueError, match="positions"):
-        primitive.matrix(sequence(3), sequence(3).expand(3, 2))
+# What it does not call.
 
 
 @with_kinds([case for case in PRESETS if case in RELATIVE])

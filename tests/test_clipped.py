@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import close, gradients, same_everywhere
+from cases import close, each, gradients, same_everywhere
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
@@ -62,8 +62,8 @@ def agree(x, y, reach, outside=0, causal=False, n=N):
     same_everywhere(fast, slow, [score, v])
 
 
-@pytest.mark.parametrize("kind", ["integer", "half", "real"])
-@pytest.mark.parametrize("axes", [1, 2, 3])
+@each("kind", ["integer", "half", "real"])
+@each("axes", [1, 2, 3])
 def test_buckets_are_those_of_exact_arithmetic(axes, kind):
     x, y = positions(6, axes, kind=kind), positions(9, axes, kind=kind)
     expected = [[bucket(a, b, 2) for b in y] for a in x]
@@ -120,8 +120,8 @@ def test_causal_is_naive(axes, reach, s, missing, outside, samples):
     agree(x, y, reach, outside, causal=True)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("x", "reach"), [(line(40), 4), (line(5), 9), (grid(6, 7), 2), (grid(3, 4, 3), 1)], ids=str)
+@each("causal", [True, False])
+@each(("x", "reach"), [(line(40), 4), (line(5), 9), (grid(6, 7), 2), (grid(3, 4, 3), 1)], ids=str)
 def test_sequences_and_grids(x, reach, causal):
     agree(x, x, reach, causal=causal)
     agree(x, x, reach, outside=1, causal=causal)
@@ -136,7 +136,7 @@ def test_any_leading_dimensions():
     agree(positions(0, 3, 1, kind="half"), line(4), 2, n=(0, 2))
 
 
-@pytest.mark.parametrize("start", [-(2**31), 2**31 - 3, 10**12, 2**53 + 1, -(2**62)])
+@each("start", [-(2**31), 2**31 - 3, 10**12, 2**53 + 1, -(2**62)])
 def test_far_positions_are_exact(start):
     x, score = line(9, start), torch.randn(1, 9, 5)
     assert buckets(x, x, 2).equal(buckets(line(9), line(9), 2))
@@ -164,7 +164,7 @@ def test_real_positions_on_an_edge_agree():
     agree(x.float(), x, 3)
 
 
-@pytest.mark.parametrize(("axes", "outside", "causal"), [(1, 0, True), (2, 0, False), (1, 1, True), (1, 2, False)])
+@each(("axes", "outside", "causal"), [(1, 0, True), (2, 0, False), (1, 1, True), (1, 2, False)])
 def test_gradcheck(axes, outside, causal):
     x = walk(4, axes)
     tensors = leaves(x, x, 1, outside, n=(1, 2), e=2)
@@ -186,7 +186,7 @@ def test_second_derivatives_raise():
         first.sum().backward()
 
 
-@pytest.mark.parametrize("block", [1, 40, 1 << 18])
+@each("block", [1, 40, 1 << 18])
 def test_blocks_change_nothing(monkeypatch, block):
     monkeypatch.setattr(ops, "BLOCK", block)
     agree(line(30), line(20), 2)
@@ -238,7 +238,7 @@ def test_positions_move_together():
         assert clipped(score, v, x, x, 2, causal=causal).equal(clipped(score, v, x + shift, x + shift, 2, causal=causal))
 
 
-@pytest.mark.parametrize("outside", [0, 1])
+@each("outside", [0, 1])
 def test_later_keys_do_not_reach_earlier_queries(outside):
     x = walk(20, 2)
     score, v = leaves(x, x, 2, outside)
@@ -326,15 +326,15 @@ def call(f, changes, **options):
     return f(**given | changes)
 
 
-@pytest.mark.parametrize("f", [clipped, clipped_naive])
-@pytest.mark.parametrize("name", INVALID)
+@each("f", [clipped, clipped_naive])
+@each("name", INVALID)
 def test_what_does_not_fit_raises(f, name):
     changes, message = INVALID[name]
     with pytest.raises(ValueError, match=message):
         call(f, changes)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@each("name", CAUSAL)
 def test_what_is_not_causal_raises(name):
     changes, message = CAUSAL[name]
     with pytest.raises(ValueError, match=message):
@@ -350,7 +350,7 @@ def test_grids_in_another_order_raise():
     agree(by_columns.flip(-1), by_columns.flip(-1), 1, causal=True)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32, torch.float64)])
+@each("dtypes", [(torch.bfloat16,) * 2, (torch.float32, torch.float64)])
 def test_other_dtypes_raise(dtypes):
     with pytest.raises(TypeError, match="one dtype, float32 or float64"):
         call(clipped, {"score": torch.ones(2, 3, 4, 5, dtype=dtypes[0]), "v": torch.ones(2, 3, 6, 2, dtype=dtypes[1])})

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, close, inputs
+from cases import HEAD_DIM, HEADS, close, each, inputs
 
 import isopos
 from isopos import contragredient, laws
@@ -49,7 +49,7 @@ def test_xpos_turns_and_shrinks_with_the_offset():
     close(found, expected)
 
 
-@pytest.mark.parametrize("order", [1, 2, 4])
+@each("order", [1, 2, 4])
 def test_scores_of_a_block_are_exponentials_times_powers_of_the_offset(order):
     """Pairs as complex numbers z: sum over n of t^n / (n! length^n) e^(g t) Re(conj(q_i) e^(i w t) k_(i+n))."""
     growth, w = torch.tensor([0.1, -0.03]), torch.tensor([0.7, 0.2])
@@ -71,7 +71,7 @@ def test_order_one_without_growth_is_rope():
     assert torch.equal(scores(Jordan(torch.zeros(4), frequency), q, k), same)
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.05])
+@each("growth", [0.0, 0.05])
 def test_alibi_is_an_additive_generator_on_lifted_features(growth):
     """[[0, 1], [0, 0]] between a query's slope and a key's one is slope * (y - x), beside any other representation."""
     (q, k, v), slope, x = inputs(2, t=9), isopos.alibi(4, HEADS).decay.rate, sequence(9) + 40
@@ -99,7 +99,7 @@ def in_jordan_form(blocks):
     return ContragredientSum(pairs, shared=True), torch.block_diag(*matrices).double()
 
 
-@pytest.mark.parametrize(
+@each(
     "blocks",
     [
         [(1, 0.2, None), (1, -0.1, 0.5), (1, 0.0, 1.3)],
@@ -159,7 +159,7 @@ def test_a_pair_that_is_not_contragredient_is_found():
 # How far
 
 
-@pytest.mark.parametrize(
+@each(
     ("pair", "low", "high", "why"),
     [
         (isopos.xpos(HEAD_DIM).encoding, 16000, 17000, "scales leave float32"),
@@ -188,7 +188,7 @@ def test_keys_stay_valid_and_far_positions_are_refused(pair, low, high, why):
                 side(far)
 
 
-@pytest.mark.parametrize("order", [2, 3])
+@each("order", [2, 3])
 def test_float32_scores_are_exact_as_far_as_is_promised(order):
     pair = Jordan(torch.zeros(8), rope_frequencies(8), order=order, length=512.0)
     q, k, _ = (a / a.norm(dim=-1, keepdim=True) for a in inputs(4, t=64, d=pair.features))
@@ -204,7 +204,7 @@ def test_a_common_shift_of_positions_changes_no_score():
     close(scores(pair, q, k), scores(pair, q, k, X - 1000, Y - 1000))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_offsets_whole_and_in_a_stream(dtype):
     """At the end of the line powers of positions are rounded to float32, not to the dtype of queries and keys."""
     scheme, x = isopos.jordan(HEAD_DIM, HEADS, attention="softmax", decay="none"), sequence(9) + 8000
@@ -231,7 +231,7 @@ def test_side_by_side_each_has_its_own_features_and_coordinates():
     close(scores(both, q, k, x, y), expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: Jordan(torch.ones(2, 2)), r"growth: expected finite floats \[f\]"),

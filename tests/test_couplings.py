@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, close, generator, inputs, perturb
+from cases import HEAD_DIM, HEADS, close, each, generator, inputs, perturb
 
 import isopos
 from isopos import couplings, laws
@@ -37,7 +37,7 @@ def expected_scores(score):
 # Absolute
 
 
-@pytest.mark.parametrize("side", ["query", "key"])
+@each("side", ["query", "key"])
 def test_absolute_positions_act_on_one_side(side):
     (q, k, _), skew = inputs(2, t=T, s=S), generator() - generator().mT
     coupling = Absolute(Exponential(generator(), learned=False), side)
@@ -61,7 +61,7 @@ def test_absolute_positions_are_checked_on_both_sides():
 # Polar coordinates
 
 
-@pytest.mark.parametrize("magnitudes", [True, False])
+@each("magnitudes", [True, False])
 def test_polar_is_a_sum_of_cosines_of_magnitudes(magnitudes):
     """sum_i mu(q_i) mu(k_i) cos(w_i (y - x) + phase_i), mu(z) = log(1 + exp(z)) or, with a feature map elsewhere, z."""
     (q, k, _), frequency = inputs(2, t=T, s=S), rope_frequencies(HEAD_DIM, 20.0)
@@ -134,7 +134,7 @@ def test_the_error_of_lie_is_of_second_order_in_commutators():
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.05)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(2, 3, 3), torch.ones(1, 2, 3, 4)])
+@each("wrong", [torch.ones(2, 3, 3), torch.ones(1, 2, 3, 4)])
 def test_lie_needs_square_generators(wrong):
     with pytest.raises(ValueError, match=r"generator: expected \[h c d d\]"):
         Lie(wrong)
@@ -294,9 +294,7 @@ def gated(coupling, covariance):
     return gate + (1 - gate) * covariance
 
 
-SPE = pytest.mark.parametrize(
-    "options", [{}, {"noise_per_head": True}, {"gated": True}, {"gated": True, "noise_per_head": True}]
-)
+SPE = each("options", [{}, {"gated": True, "noise_per_head": True}])  # crossed by the test of heads that learn alike
 
 
 @SPE
@@ -324,8 +322,8 @@ def test_conv_spe_approaches_its_covariance(options):
     assert_mean(draws, (q * k * gated(coupling, covariance)).sum(-1))
 
 
-@pytest.mark.parametrize("make", [SineSPE, ConvSPE])
-@pytest.mark.parametrize("per_head", [False, True])
+@each("make", [SineSPE, ConvSPE])
+@each("per_head", [False, True])
 def test_heads_that_learn_alike_tell_whether_they_share_noise(make, per_head):
     coupling = make(4, 2, gated=True, noise_per_head=per_head)
     with torch.no_grad():
@@ -407,7 +405,7 @@ def test_what_acts_ahead_of_a_feature_map_maps_once():
     close(out, weight @ v / weight.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: Absolute(Rotary(torch.ones(1, 1, 2)), "value"), "side: expected query or key, got 'value'"),

@@ -10,9 +10,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, BOTH_WAYS, LINEAR, inputs_of, named, ordered, with_edges, with_gradients
+from cases import ALL_KEYS, BOTH_WAYS, LINEAR, each, inputs_of, named, ordered, with_edges, with_gradients
 from cases import linear_options as options
-from structures import with_structures
+from structures import over_structures
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,7 +74,7 @@ def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
 
 
 @NEEDED
-@with_structures(lambda case, kind: kind == "linear")
+@over_structures(lambda case, kind: kind == "linear")
 def test_every_scheme_agrees(monkeypatch, case, kind):
     wider = {"sections": None} if "sections" in case.options else {}  # they are of a head size
     scheme = case.build(32, 2, **wider) if case.name else case.build()
@@ -149,7 +149,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 
 
 @NEEDED
-@pytest.mark.parametrize("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
+@each("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
     """Whoever computes what, the results are those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
@@ -172,9 +172,9 @@ STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal"
 
 
 @NEEDED
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
-@pytest.mark.parametrize("name", STREAMED)
+@each("in_place", [False, True])
+@each("denominator", ["plain", "encoded", "none"])
+@each("name", STREAMED)
 def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
     scheme = schemes.REGISTRY[name](32, 3, denominator=denominator)
     x, draw = positions.sequence(9), torch.Generator().manual_seed(1)
@@ -193,7 +193,7 @@ def test_streams_agree_with_the_whole(monkeypatch, name, denominator, in_place):
 
 
 @NEEDED
-@pytest.mark.parametrize(("axes", "served"), [((), True), ((3,), True), ((1, 3), True), ((2, 3), False)])
+@each(("axes", "served"), [((), True), ((3,), True), ((1, 3), True), ((2, 3), False)])
 def test_steps_of_any_axes_are_those_of_each_sample(monkeypatch, axes, served):
     """One axis of samples longer than 1 at most goes by a step of its own."""
     q, k, v = torch.randn(3, *axes, 2, 4, 16)
@@ -237,7 +237,7 @@ def test_a_step_keeps_gradients_of_tables_and_tangents():
 
 
 @NEEDED
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@each("dtype", [torch.uint8, torch.int64])
 def test_a_step_of_a_gather(monkeypatch, dtype):
     index, bad = torch.arange(16, dtype=dtype).flip(0).expand(2, 1, 16), torch.full((2, 1, 16), 17, dtype=dtype)
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_a_step_counts_clamped_denominators():
 
 
 @NEEDED
-@pytest.mark.parametrize("layout", ["heads last", "columns", "expanded", "cut"])
+@each("layout", ["heads last", "columns", "expanded", "cut"])
 def test_inputs_may_be_views(layout):
     make = {
         "heads last": lambda: torch.randn(2, 100, 3, 16).transpose(1, 2),
@@ -293,9 +293,9 @@ def test_inputs_may_be_views(layout):
 
 
 @NEEDED
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("form", ["plain", "encoded", "none"])
-@pytest.mark.parametrize(("t", "s"), [(1, 300), (70, 513), (300, 1), (200, 64)])
+@each("threads", [1, 2, 5])
+@each("form", ["plain", "encoded", "none"])
+@each(("t", "s"), [(1, 300), (70, 513), (300, 1), (200, 64)])
 def test_all_keys_of_other_tokens(t, s, form, threads):
     """As many queries as one likes, at places of their own; what a masked key holds reaches nothing."""
     scheme, before = schemes.rope(20, 3, denominator=form), torch.get_num_threads()
@@ -326,7 +326,7 @@ def test_sums_of_many_keys_lose_no_digits():
 
 
 @NEEDED
-@pytest.mark.parametrize("decay", [None, -1e-9])
+@each("decay", [None, -1e-9])
 def test_denominators_of_many_keys_lose_no_digits(decay):
     """An average of values that are all alike is that value."""
     x = torch.full((1, 1, 1 << 17, 16), -1.0)
@@ -349,7 +349,7 @@ def test_gradients_may_be_watched_where_the_sums_were_not():
 
 
 @NEEDED
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_hooks_may_lay_out_in_other_ways_what_is_saved(causal):
     leaves, given = [x.requires_grad_() for x in torch.rand(3, 1, 2, 70, 20)], {"causal": causal}
     expected = torch.autograd.grad(linear_attention(*leaves, **given).square().sum(), leaves)
@@ -391,8 +391,8 @@ EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 
 
 @NEEDED
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("phi", ["elu+1", "relu", "relu2", "exp"])
+@each("causal", [True, False])
+@each("phi", ["elu+1", "relu", "relu2", "exp"])
 def test_features_of_extreme_numbers(each_library, phi, causal):
     """A key holds one number only, and a value of its own: each feature and each slope is seen alone."""
     x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
@@ -408,7 +408,7 @@ def test_features_of_extreme_numbers(each_library, phi, causal):
 
 
 @NEEDED
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_library, dtype):
     """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
     unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
@@ -430,8 +430,8 @@ def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_libra
 
 
 @NEEDED
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fall", [0.01, 1.0, 1.02, 1.7, 20.0, 95.0, "jump", "drawn"])
+@each("causal", [True, False])
+@each("fall", [0.01, 1.0, 1.02, 1.7, 20.0, 95.0, "jump", "drawn"])
 def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
     t = 200
     rate = torch.full((t,), 0.01 if isinstance(fall, str) else fall, dtype=torch.float64)
@@ -449,9 +449,9 @@ def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
 
 
 @NEEDED
-@pytest.mark.parametrize("form", ["plain", "encoded", None])
-@pytest.mark.parametrize("rate", [1.0, 200.0, 2000.0])
-@pytest.mark.parametrize("part", [0.5, 0.9])
+@each("form", ["plain", "encoded", None])
+@each("rate", [1.0, 200.0, 2000.0])
+@each("part", [0.5, 0.9])
 def test_a_query_may_come_long_after_its_key(part, rate, form):
     """Both ways: the weight from a key to the query of its index may be zero, and one over it is formed nowhere."""
     t, draw = 130, torch.Generator().manual_seed(1)
@@ -468,7 +468,7 @@ def test_a_query_may_come_long_after_its_key(part, rate, form):
 
 
 @NEEDED
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_a_number_stays_where_it_belongs(bad):
     q, k, v = torch.randn(3, 1, 2, 150, 16)
     k[0, 1, 100, 3] = bad
@@ -480,7 +480,7 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 
 
 @NEEDED
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
     """Where a permutation has no whole vectors, and a reflection comes before it."""
     draw = torch.Generator().manual_seed(1)
@@ -496,8 +496,8 @@ def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
 
 
 @NEEDED
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
-@pytest.mark.parametrize("name", ["lrpe-unitary", "lrpe-orthogonal", "permuteformer"])
+@each("denominator", ["plain", "encoded", "none"])
+@each("name", ["lrpe-unitary", "lrpe-orthogonal", "permuteformer"])
 def test_widths_of_all_kinds(name, denominator):
     for d in (4, 8, 12, 20, 24, 40, 120):
         given = schemes.REGISTRY[name](d, 2, denominator=denominator).at(positions.sequence(70)) | {"causal": True}
@@ -538,9 +538,7 @@ def test_threads_with_small_stacks():
 
 
 @NEEDED
-@pytest.mark.parametrize(
-    ("dtype", "place"), [(torch.uint8, 16), (torch.uint8, 255), (torch.int64, -1), (torch.int64, 1 << 40)]
-)
+@each(("dtype", "place"), [(torch.uint8, 16), (torch.uint8, 255), (torch.int64, -1), (torch.int64, 1 << 40)])
 def test_an_index_out_of_range_is_an_error(dtype, place):
     index = torch.arange(16, dtype=dtype).repeat(2, 1, 1)
     index[1, 0, 5] = place
@@ -609,8 +607,8 @@ def test_lazily_negated_numbers():
 
 
 @NEEDED
-@pytest.mark.parametrize("layout", ["whole", "heads last", "table a head", "table a sample"])
-@pytest.mark.parametrize("function", [rotate, unrotate, lift, unlift])
+@each("layout", ["whole", "heads last", "table a head", "table a sample"])
+@each("function", [rotate, unrotate, lift, unlift])
 def test_large_rotations(monkeypatch, function, layout):
     lifted = function in (lift, unlift)
     x = torch.randn(2, 70, 3, 64 if function is unlift else 32).transpose(1, 2)
@@ -636,8 +634,8 @@ def test_large_rotations(monkeypatch, function, layout):
 
 
 @NEEDED
-@pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize("function", [rotate, unrotate, lift, unlift])
+@each("width", [8, 64])
+@each("function", [rotate, unrotate, lift, unlift])
 def test_large_rotations_of_another_width_are_an_error(monkeypatch, function, width):
     monkeypatch.setattr(library, "PAST", 0)
     with pytest.raises(RuntimeError, match="size"):
@@ -729,7 +727,7 @@ def test_threads_may_have_small_stacks():
 
 
 @NEEDED
-@pytest.mark.parametrize("bad", [False, True])
+@each("bad", [False, True])
 def test_large_results_are_written_past_the_caches(bad):
     """In memory that was in use before, and only there: the results are those of fresh memory, or of few tokens."""
     inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)

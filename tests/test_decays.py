@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import ascending, close, perturb
+from cases import ascending, close, each, perturb
 
 from isopos.decays import RATES, Decay, permuteformer_rates, retnet_rates
 from isopos.positions import sequence
@@ -39,7 +39,7 @@ def test_rates_are_the_papers():
         assert rates(8).dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_casting_and_autocast_keep_rates_exact(dtype):
     decay = Decay(retnet_rates(4), learned=True)
     before = decay(sequence(9))
@@ -66,7 +66,7 @@ def test_learned_rates():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: Decay(torch.tensor([-1.0])), "not negative"),

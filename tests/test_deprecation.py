@@ -6,11 +6,12 @@ import re
 
 import pytest
 import torch
+from cases import each
 
 import isopos
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new"),
     [
         ("isopos.attention.Attention", "isopos.nn.Attention"),

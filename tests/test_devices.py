@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ENCODINGS, close, ids, inputs
+from cases import ENCODINGS, close, each, ids, inputs
 from pretend import DEVICE, There, WithoutFloat64, narrow
 from structures import over_structures
 from torch import Tensor
@@ -76,7 +76,7 @@ def test_schemes_give_what_they_give_on_the_cpu(case, kind):
         same(scheme.embedding(x.to(DEVICE)), embedded)
 
 
-@pytest.mark.parametrize("case", ENCODINGS, ids=ids)
+@each("case", ENCODINGS, ids=ids)
 def test_encodings_map_and_learn_as_on_the_cpu(case):
     encoding, (q,) = case.make(), inputs(t=T, dtype=torch.float32)[:1]
     q = q[..., :1].expand(*q.shape[:-1], encoding.features)
@@ -95,8 +95,8 @@ def test_encodings_map_and_learn_as_on_the_cpu(case):
         close(there.cpu(), expected)  # tables are equal, products with them are rounded another way
 
 
-@pytest.mark.parametrize("far", [2**20, 2**31 - 2000])
-@pytest.mark.parametrize("name", ["rope", "lrpe-unitary", "lrpe-permutation", "permuteformer", "ape-sequence", "ape-grid"])
+@each("far", [2**20, 2**31 - 2000])
+@each("name", ["rope", "lrpe-unitary", "lrpe-permutation", "permuteformer", "ape-sequence", "ape-grid"])
 def test_far_positions_are_as_exact(name, far):
     scheme = isopos.schemes.build(name, 64, 2, {"decay": "none"})
     x = scheme.group.random(T) + 500

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import close, perturb
+from cases import close, each, perturb
 
 from isopos.embeddings import Learned, Sinusoidal, TreeStack
 from isopos.positions import Tree, sequence, tree
@@ -45,7 +45,7 @@ def test_learned_rows_round_trip():
     assert set(table.weight.grad.sum(1).nonzero().flatten().tolist()) == {0, 3, 9}
 
 
-@pytest.mark.parametrize(("branches", "width", "depth"), [(2, 8, 4), (2, 13, 2), (3, 20, 3), (1, 4, 1)])
+@each(("branches", "width", "depth"), [(2, 8, 4), (2, 13, 2), (3, 20, 3), (1, 4, 1)])
 def test_tree_stacks_by_hand(branches, width, depth):
     """Copies of the last branches, nearest first, times p^i sqrt(width / 2 copies (1 - p^2)); the rest is zero."""
     x = Tree(branches).random(2, 9)
@@ -81,7 +81,7 @@ def test_tree_stacks_learn_and_stay_exact():
     assert len(stack.decay) == 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: TreeStack(2, 8, 0), "depth: expected 1 to 4 of 2 branches in width 8, got 0"),

@@ -1,6 +1,8 @@
-"""Encodings are unitary representations: the laws that every row of the table obeys."""
+"""Encodings are unitary representations: the laws that every row of the table obeys.
 
-import copy
+What they share with schemes (shifts, samples, copies, casts, devices) is tested in test_schemes.py, over the same rows.
+"""
+
 import math
 
 import pytest
@@ -11,13 +13,13 @@ from cases import (
     HEAD_DIM,
     HEADS,
     close,
+    each,
     generator,
+    grouped,
     ids,
     inputs,
-    looped,
     permutations,
     perturb,
-    shifted,
     tree_generator,
 )
 from hypothesis import given
@@ -39,8 +41,8 @@ from isopos.encodings import (
 )
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
-every = looped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS])
-learned = looped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS if case.learned])
+every = grouped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS])
+learned = grouped([(type(case.make()).__name__, case.id, {"case": case}) for case in ENCODINGS if case.learned])
 T = 9
 
 
@@ -97,74 +99,6 @@ def test_isometry(case):
     encoding = perturb(case.make())
     x = torch.randn(3, HEADS, T, HEAD_DIM, dtype=torch.float64)
     close(encoding(case.group.random(3, T), torch.float64)(x).norm(dim=-1), x.norm(dim=-1))
-
-
-@every
-def test_scores_do_not_see_a_shift(case):
-    encoding, group = perturb(case.make()), case.group
-    q, k, _ = inputs(3, t=T)
-    x, y = group.random(3, T), group.random(3, T)
-    moved_x, moved_y = shifted(group, x, y)
-    expected = scores(encoding, x, y, q, k)
-    close(scores(encoding, moved_x, moved_y, q, k), expected)
-    if case.id != "none":
-        assert not torch.allclose(scores(encoding, moved_x, y, q, k), expected)
-
-
-@every
-def test_positions_of_a_sample_are_its_own(case):
-    encoding, x = perturb(case.make()), case.group.random(3, T)
-    q, *_ = inputs(3, t=T)
-    together = encoding(x, torch.float64)(q)
-    for n in range(3):
-        close(together[n], encoding(x[n], torch.float64)(q[n : n + 1])[0])
-    if case.id != "none":
-        assert not torch.allclose(together[1], encoding(x[0], torch.float64)(q[1:2])[0])
-
-
-@every
-def test_order_of_calls_and_autocast_change_nothing(case):
-    encoding, x = perturb(case.make()), case.group.random(T)
-
-    def tensors(dtype):
-        return list(encoding(x, dtype).tensors())
-
-    first = tensors(torch.float32)
-    assert all(tensor.dtype in (torch.float32, torch.uint8) for tensor in first)
-    tensors(torch.float64), encoding(case.group.random(2, 3 * T), torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = tensors(torch.float32)
-    for again in (tensors(torch.float32), inside):
-        assert len(again) == len(first)
-        assert all(map(torch.equal, again, first))
-
-
-@every
-def test_round_trips(case):
-    encoding, x, y = perturb(case.make(), 0.1), case.group.random(T), case.group.random(T)
-    q, k, _ = inputs(1, t=T)
-    expected = scores(encoding, x, y, q, k)
-    restored = case.make().double()
-    restored.load_state_dict(encoding.state_dict())
-    for other in (copy.deepcopy(encoding), restored):
-        assert torch.equal(scores(other, x, y, q, k), expected)
-    if case.learned:
-        assert not torch.allclose(scores(case.make(), x, y, q, k), expected)
-
-
-@every
-def test_casting_keeps_parameters_and_the_meta_device_initial_values(case):
-    encoding, x = case.make(), case.group.random(T)
-    before = list(encoding(x).tensors())
-    for dtype in (torch.bfloat16, torch.float16):
-        encoding.to(dtype)
-        assert all(parameter.dtype == torch.float32 for parameter in encoding.parameters())
-        assert all(map(torch.equal, encoding(x).tensors(), before))
-    perturb(encoding).float().to("meta").to_empty(device="cpu")
-    for module in encoding.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    assert all(map(torch.equal, encoding(x).tensors(), before))
 
 
 @learned
@@ -227,16 +161,14 @@ def test_real_positions_interpolate():
     assert not torch.allclose(halves[:, 0], halves[:, 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float64])
+@each("dtype", [torch.int32, torch.float32, torch.float64])
 def test_positions_of_any_dtype_name_the_same_angles(dtype):
     for encoding in (Rotary(rope_frequencies(4)[None, None]), Exponential(generator(), learned=False)):
         pairs = zip(encoding(sequence(100).to(dtype)).tensors(), encoding(sequence(100)).tensors(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in ENCODINGS if any(isinstance(part, Ring) for part in case.group.leaves)], ids=ids
-)
+@each("case", [case for case in ENCODINGS if any(isinstance(part, Ring) for part in case.group.leaves)], ids=ids)
 def test_a_ring_closes(case):
     encoding, x = case.make(), case.group.random(T)
     columns = [part.period if isinstance(part, Ring) else 0 for part in case.group.leaves]
@@ -315,7 +247,7 @@ def orders_of(count, least=1):
         yield from (math.lcm(first, rest) for rest in orders_of(count - first, first))
 
 
-@pytest.mark.parametrize("features", range(1, 13))
+@each("features", range(1, 13))
 def test_long_orders_are_landaus(features):
     assert Permutation(long_orders(features)).orders == (max(orders_of(features)),)
 
@@ -348,14 +280,6 @@ def test_tree_path_is_computed_in_the_order_of_any_rows():
     close(operators(encoding, shuffled), operators(encoding, x)[:, :, order])
 
 
-def test_a_unary_tree_is_a_sequence():
-    chain, line = tree([-1, *range(T - 1)]), sequence(T)
-    q, k, _ = inputs(1, t=T)
-    path, power = TreePath(generator()[:, None], learned=False), Exponential(generator(), learned=False)
-    found, expected = (rho(q) @ rho(k).mT for rho in (path(chain, torch.float64), power(line, torch.float64)))
-    close(found, expected)
-
-
 # Exponentials
 
 
@@ -376,7 +300,7 @@ def test_exponential_chooses_the_phase_of_its_basis():
     close(imaginary, torch.zeros_like(imaginary))
 
 
-@pytest.mark.parametrize("initial", ["random", "rope"])
+@each("initial", ["random", "rope"])
 def test_exponential_gradients_are_finite_far_out(initial):
     rope = torch.diag(rope_frequencies(HEAD_DIM // 2).repeat_interleave(2)[:-1] * torch.tensor([1.0, 0] * 4)[:-1], -1)
     encoding = Exponential(generator() if initial == "random" else rope[None])
@@ -425,7 +349,7 @@ FREQUENCY = torch.ones(1, 1, 2)
 ROTARY = Rotary(FREQUENCY)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: Rotary(torch.ones(2)), r"frequency: expected finite floats \[h c f\]"),
@@ -470,7 +394,7 @@ def test_bad_calls(call, message):
         call()
 
 
-@pytest.mark.parametrize("columns", [1, 2])
+@each("columns", [1, 2])
 def test_an_index_is_looked_up_by_segments_and_held_in_bytes(columns, monkeypatch):
     encoding = Permutation(permutations(columns))
     x = encoding.group.random(2, 70)
@@ -480,7 +404,7 @@ def test_an_index_is_looked_up_by_segments_and_held_in_bytes(columns, monkeypatc
     assert whole.dtype == torch.uint8
 
 
-@pytest.mark.parametrize("wrong", ["zero", "equal"])
+@each("wrong", ["zero", "equal"])
 def test_generators_that_the_constructor_refuses_are_not_loaded(wrong):
     encoding, start = Exponential(torch.randn(2, 4, 4)), torch.zeros(2, 4, 4)
     if wrong == "equal":

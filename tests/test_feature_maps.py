@@ -6,7 +6,7 @@ import ctypes
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import EDGES, as_the_table, close, inputs, quadratic, same_everywhere
+from cases import EDGES, as_the_table, close, each, inputs, quadratic, same_everywhere
 
 from isopos import feature_maps, schemes
 from isopos.attention import explain, linear_attention, naive_linear_attention
@@ -31,13 +31,13 @@ def arguments(name):
     return X[X.abs() < 60] if name == "exp" else X
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@each("name", FEATURE_MAPS)
 def test_definition(name):
     x = arguments(name)
     close(FEATURE_MAPS[name](x), DEFINITIONS[name](x))
 
 
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@each("name", FEATURE_MAPS)
 def test_gradients_are_finite_and_right(name):
     x = arguments(name)
     x = x[x != 0].requires_grad_()
@@ -45,8 +45,8 @@ def test_gradients_are_finite_and_right(name):
     close(*pairs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", FEATURE_MAPS)
+@each("dtype", [torch.float32, torch.float64])
+@each("name", FEATURE_MAPS)
 def test_slopes_are_those_of_autograd_at_zero_and_beside_it(name, dtype):
     """The slope of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
     x = torch.cat((arguments(name), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12]))).to(dtype).requires_grad_()
@@ -55,8 +55,8 @@ def test_slopes_are_those_of_autograd_at_zero_and_beside_it(name, dtype):
     torch.testing.assert_close(phi.slope(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
 
 
-@pytest.mark.parametrize("name", ["elu+1", "relu", "exp"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@each("name", ["elu+1", "relu", "exp"])
+@each("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_positive_maps_are_positive(name, dtype):
     y = FEATURE_MAPS[name](torch.linspace(-5, 5, 41, dtype=dtype))
     assert (y > 0).all()
@@ -66,8 +66,8 @@ def test_positive_maps_are_positive(name, dtype):
 # Compiled kernels
 
 
-@pytest.mark.parametrize("phi", COMPILED, ids=lambda phi: phi.name)
-@pytest.mark.parametrize("lanes", library.LANES.values())
+@each("phi", COMPILED, ids=lambda phi: phi.name)
+@each("lanes", library.LANES.values())
 def test_the_c_kernel_has_the_values_and_derivatives_of_the_table(lanes, phi):
     """In float64; derivatives at NaN or infinity are multiplied by a gradient that is lost already."""
     if (lib := library.libraries()[0].get(lanes)) is None:
@@ -92,11 +92,9 @@ def no_libraries(request, monkeypatch):
 
 
 @pytest.mark.parametrize("no_libraries", [True, False], ids=["library", "without"], indirect=True)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("decayed", [True, False])
-@pytest.mark.parametrize(
-    "phi", [SOFTPLUS, HALF, WIDER, F.softplus, torch.nn.Softplus()], ids=["softplus", "half", "wider", "plain", "module"]
-)
+@each("causal", [True, False])
+@each("decayed", [True, False])
+@each("phi", [SOFTPLUS, HALF, WIDER, F.softplus, torch.nn.Softplus()], ids=["softplus", "half", "wider", "plain", "module"])
 def test_maps_from_outside_serve_float32_attention(no_libraries, phi, decayed, causal):
     leaves, mask = [x.float().requires_grad_() for x in inputs(2, t=130, e=16)], torch.rand(2, 130) < 0.8
     rotates = phi is not WIDER
@@ -139,7 +137,7 @@ def test_explain_takes_the_arguments_of_linear_attention():
 # Random features
 
 
-@pytest.mark.parametrize(("d", "m"), [(8, 8), (8, 20), (8, 3), (1, 5)])
+@each(("d", "m"), [(8, 8), (8, 20), (8, 3), (1, 5)])
 def test_favor_directions_are_orthogonal_in_blocks(d, m):
     w = Favor(d, m).double().projection
     assert w.shape == (m, d)
@@ -183,14 +181,14 @@ def test_favor_with_many_features_is_softmax_attention():
     assert (out - F.scaled_dot_product_attention(q, k, v)).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_favor_fused_is_its_definition(causal):
     leaves, phi = inputs(2, t=70, requires_grad=True), Favor(8, 12).double()
     out, slow = (f(*leaves, feature_map=phi, causal=causal) for f in (linear_attention, quadratic))
     same_everywhere(out, slow, list(leaves))
 
 
-@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+@each("size", [1.0, 30.0, 1e4])
 def test_favor_does_not_overflow_and_items_do_not_see_each_other(size):
     phi, x = Favor(64, 256), size * torch.randn(3, 2, 9, 64)
     y = phi(x)
@@ -223,14 +221,14 @@ def test_favor_redraws_in_place_and_keeps_its_state():
     assert phi(x.bfloat16()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+@each("sizes", [(0, 4), (4, 0)])
 def test_favor_needs_features(sizes):
     with pytest.raises(ValueError, match="features: expected at least 1"):
         Favor(*sizes)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@each("causal", [True, False])
+@each("dtype", [torch.float64, torch.float32, torch.float16])
 def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
     """phi(q) phi(k) v, and not times scales that only a division would take away again."""
     (q, k, v), phi = inputs(2, t=20, dtype=dtype), Favor(8, 12)

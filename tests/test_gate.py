@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import named
+from cases import each, named
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isopos import schemes
@@ -76,7 +76,7 @@ CALLS = [(f, name) for f, own in OWN.items() for name in ARGUMENTS if name == ow
 CALLS += [(naive_linear_attention, name) for name in ("q", "mask", "isometry", "decay")]
 
 
-@pytest.mark.parametrize(("attention", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@each(("attention", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_every_argument_is_a_dense_tensor_beside_q(attention, name):
     for other, (change, message) in OTHERS.items():
         typed = other in ("an array", "a list")
@@ -89,7 +89,7 @@ def test_every_argument_is_a_dense_tensor_beside_q(attention, name):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("attention", [linear_attention, softmax_attention, naive_linear_attention])
+@each("attention", [linear_attention, softmax_attention, naive_linear_attention])
 def test_nested_tensors_are_refused(attention):
     q, nested = drawn(), torch.nested.nested_tensor(list(drawn()))
     for n, name in enumerate("qkv"):
@@ -97,8 +97,8 @@ def test_nested_tensors_are_refused(attention):
             attention(*(nested if m == n else q for m in range(3)))
 
 
-@pytest.mark.parametrize("short", [True, False])
-@pytest.mark.parametrize("attention", [linear_attention, softmax_attention])
+@each("short", [True, False])
+@each("attention", [linear_attention, softmax_attention])
 def test_a_mask_on_another_device_is_not_ignored(attention, short):
     inputs = [drawn(n)[..., : 5 if short else T, :] for n in range(3)]
     with pytest.raises(ValueError, match="mask: expected a tensor on cpu as q, got one on meta"):
@@ -117,8 +117,8 @@ ODD = {  # what PyTorch's operations know, and compiled code would not
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "isometry", "state"])
+@each("odd", ODD)
+@each("name", ["q", "k", "v", "mask", "isometry", "state"])
 def test_numbers_that_are_not_there_as_they_read(name, odd):
     if (name, odd) == ("mask", "negated"):
         pytest.skip("booleans have no negative")
@@ -128,7 +128,7 @@ def test_numbers_that_are_not_there_as_they_read(name, odd):
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("odd", ODD)
+@each("odd", ODD)
 def test_such_normals_and_gradients(odd):
     change, usual = ODD[odd]
     found, expected = [], []
@@ -148,7 +148,7 @@ def test_a_fake_gradient_is_an_error():
         out.backward(fake(drawn()))
 
 
-@pytest.mark.parametrize("odd", ODD)
+@each("odd", ODD)
 def test_large_rotations(monkeypatch, odd):
     monkeypatch.setattr(library, "PAST", 0)
     change, usual = ODD[odd]
@@ -169,8 +169,8 @@ def test_the_gate_passes_plain_tensors_alone():
     assert all(library.unreadable(plain, other) for other in others)
 
 
-@pytest.mark.parametrize("attention", [linear_attention, naive_linear_attention])
-@pytest.mark.parametrize("phi", ["elu+1", 3, [elu1]])
+@each("attention", [linear_attention, naive_linear_attention])
+@each("phi", ["elu+1", 3, [elu1]])
 def test_a_feature_map_is_a_function(phi, attention):
     with pytest.raises(TypeError, match=r"feature_map: expected one of isopos\.feature_maps, or another function"):
         attention(drawn(), drawn(), drawn(), feature_map=phi)
@@ -181,13 +181,13 @@ def test_a_denominator_is_a_name():
         linear_attention(drawn(), drawn(), drawn(), denominator=torch.ones(2).numpy())
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32, torch.bool])
+@each("dtype", [torch.complex64, torch.float32, torch.bool])
 def test_segments_are_integers(dtype):
     with pytest.raises(ValueError, match="segment_ids: expected integers"):
         softmax_attention(drawn(), drawn(), drawn(), segment_ids=torch.zeros(T, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", ["none", "rope", "sinusoidal"])
+@each("name", ["none", "rope", "sinusoidal"])
 def test_a_model_has_its_positions_beside_its_tokens(name):
     model = Decoder(11, 32, 1, schemes.build(name, 8, 4, {}))
     with pytest.raises(ValueError, match="positions: expected a tensor on cpu as tokens, got one on meta"):
@@ -204,8 +204,8 @@ FAKE = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("options", FAKE)
+@each("causal", [True, False])
+@each("options", FAKE)
 def test_tensors_without_numbers_give_shapes(options, causal):
     with FakeTensorMode():
         q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))

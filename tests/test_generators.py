@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, close, generator, inputs, normals, perturb
+from cases import HEAD_DIM, HEADS, close, each, generator, inputs, normals, perturb
 
 import isopos
 from isopos import bases, generators
@@ -84,7 +84,7 @@ def axial(axes, pairs):
     return Rotary(torch.block_diag(*(rope_frequencies(n) for n in pairs)).view(1, axes, -1))
 
 
-@pytest.mark.parametrize(("axes", "pairs"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
+@each(("axes", "pairs"), [(1, [4]), (2, [2, 2]), (3, [2, 1, 1])])
 def test_string_starts_as_rope_on_each_axis(axes, pairs):
     x = grid(*(3,) * axes)
     same_scores(isopos.string(HEAD_DIM, HEADS, axes=axes).encoding, axial(axes, pairs), x, dtype=torch.float32)
@@ -123,7 +123,7 @@ def test_grape_leaves_other_directions():
     assert (torch.linalg.svdvals(moved)[..., :2] > 1e-3).all()
 
 
-@pytest.mark.parametrize("name", ["string", "comrope", "grape", "string-circulant"])
+@each("name", ["string", "comrope", "grape", "string-circulant"])
 def test_learned_generators_stay_relative_and_isometric(name):
     """To float64's precision, however far they have moved."""
     options = {"variant": "circulant"} if "-" in name else {}
@@ -150,7 +150,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
+@each(("call", "message"), BAD.values(), ids=BAD)
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import ATTENTION, HEADS, close, inputs
+from cases import ATTENTION, HEADS, close, each, inputs
 
 import isopos
 from isopos import graph, laws
@@ -39,7 +39,7 @@ def test_a_path_has_cosines():
     close(x.abs(), wave.abs())
 
 
-@pytest.mark.parametrize("n", range(2, 13))
+@each("n", range(2, 13))
 def test_of_entries_that_tie_the_first_is_positive(n):
     """On a path the ends of every second eigenvector have opposite signs and one magnitude, up to rounding."""
     x = graph([[i, i + 1] for i in range(n - 1)], n - 1)
@@ -108,7 +108,7 @@ def test_a_graph_of_networkx_is_read():
         graph(networkx.empty_graph(3))
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@each("kind", ATTENTION)
 def test_wire_turns_by_differences_of_eigenvectors(kind):
     scheme, x = isopos.wire(8, HEADS, axes=3, attention=kind), graph(RANDOM, 3)
     (q, k, v), w = inputs(t=8), scheme.encoding.frequency.double()
@@ -130,7 +130,7 @@ def test_an_edge_list_is_read(tmp_path):
     assert torch.equal(graph(str(path), 2), graph(RANDOM, 2))
 
 
-@pytest.mark.parametrize("line", ["0 x", "0", "0 1 2", "-1 2", "1.5 2", "٣ 4"])
+@each("line", ["0 x", "0", "0 1 2", "-1 2", "1.5 2", "٣ 4"])
 def test_a_malformed_line_names_file_and_line(tmp_path, line):
     path = tmp_path / "edges.txt"
     path.write_text(f"0 1\n\n{line}\n", encoding="utf-8")
@@ -149,7 +149,7 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
         graph(tmp_path / "none.txt")
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ATTENTION, DEFINITIONS, HEAD_DIM, close, inputs, perturb, same_everywhere, scheme_case, stream
+from cases import ATTENTION, DEFINITIONS, HEAD_DIM, close, each, inputs, perturb, same_everywhere, scheme_case, stream
 
 import isopos
 from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
@@ -11,7 +11,7 @@ from isopos.feature_maps import elu1
 from isopos.positions import sequence
 
 HEADS, T = 6, 9  # of queries
-causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+causality = each("causal", [True, False], ids=["causal", "both-ways"])
 sharing = pytest.mark.parametrize("own", [1, 2, 3])
 CASES = [("rope-learned", "linear"), ("rope-learned", "softmax"), ("rope-learned-decay", "linear"), ("t5", "softmax")]
 CASES += [
@@ -42,7 +42,7 @@ def repeated(own, *tensors):
 
 @sharing
 @causality
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@each(("name", "kind"), CASES)
 def test_one_a_query_head(name, kind, causal, own):
     scheme, (q, k, v) = built(name, kind, HEADS), drawn(own, requires_grad=True)
     at, options = scheme.at(sequence(T), dtype=q.dtype), {"causal": causal, "mask": torch.rand(2, T) < 0.8}
@@ -52,7 +52,7 @@ def test_one_a_query_head(name, kind, causal, own):
 
 
 @sharing
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@each(("name", "kind"), CASES)
 def test_a_stream_of_one_a_query_head(name, kind, own):
     scheme, (q, k, v) = built(name, kind, HEADS), drawn(own)
     whole = ATTENTION[kind](q, k, v, **scheme.at(sequence(T), dtype=q.dtype), causal=True)
@@ -61,7 +61,7 @@ def test_a_stream_of_one_a_query_head(name, kind, own):
 
 
 @causality
-@pytest.mark.parametrize("heads", [2, HEADS])
+@each("heads", [2, HEADS])
 def test_the_naive_definition_shares_heads(causal, heads):
     q, k, v = drawn(2)
     at = isopos.rope(HEAD_DIM, heads, decay="retnet").at(sequence(T), dtype=q.dtype)
@@ -93,7 +93,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG)
+@each(("changes", "message"), WRONG)
 def test_messages_have_the_shapes_that_were_given(changes, message):
     q, k, v = drawn(2)
     with pytest.raises(ValueError, match=message):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import ATTENTION, close, named
+from cases import ATTENTION, close, each, named
 
 from isopos import schemes
 from isopos.attention import linear_attention, reference
@@ -37,9 +37,9 @@ def seen(which, *, causal, packed):
     return rows == J if which == 0 else found & (IDS[J] == IDS) if packed else found
 
 
-@pytest.mark.parametrize(("causal", "packed"), [(True, False), (True, True), (False, True), (False, False)])
-@pytest.mark.parametrize("path", ["compiled", "float32", "float64", "function"])
-@pytest.mark.parametrize(("kind", "name"), [*(("linear", x) for x in ("rope", "retnet", "products")), ("softmax", "rope")])
+@each(("causal", "packed"), [(True, False), (True, True), (False, True), (False, False)])
+@each("path", ["compiled", "float32", "float64", "function"])
+@each(("kind", "name"), [*(("linear", x) for x in ("rope", "retnet", "products")), ("softmax", "rope")])
 def test_rows_do_not_hold_what_they_do_not_see(monkeypatch, kind, name, path, causal, packed):
     if path == "float32":
         monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
@@ -81,10 +81,10 @@ def test_under_a_compiler():
     assert out[0, 0, ~rows].isfinite().all()
 
 
-@pytest.mark.parametrize("pieces", [[1] * 12, [4, 4, 4], [5, 1, 3, 1, 2]], ids=str)
-@pytest.mark.parametrize("path", ["compiled", "float32"])
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("kind", ATTENTION)
+@each("pieces", [[1] * 12, [4, 4, 4], [5, 1, 3, 1, 2]], ids=str)
+@each("path", ["compiled", "float32"])
+@each("in_place", [True, False])
+@each("kind", ATTENTION)
 def test_a_stream_of_packed_sequences(monkeypatch, kind, path, in_place, pieces):
     if in_place and kind == "softmax":
         pytest.skip("its cache grows")
@@ -108,7 +108,7 @@ def test_a_stream_of_packed_sequences(monkeypatch, kind, path, in_place, pieces)
     torch.testing.assert_close(out, whole, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("ids", [IDS, None], ids=["packed", "whole"])
+@each("ids", [IDS, None], ids=["packed", "whole"])
 def test_clipped_terms(ids):
     q, k, v = drawn(torch.float64)
     terms = [Clipped(torch.randn(HEADS, 5, D).double(), "query", sequence(T), sequence(T), 2)]
@@ -120,7 +120,7 @@ def test_clipped_terms(ids):
     assert out[0, 0, rows, 3].isnan().all()
 
 
-@pytest.mark.parametrize("path", ["compiled", "definition"])
+@each("path", ["compiled", "definition"])
 def test_a_weight_of_zero_hides_what_is_far_away(path):
     """A log decay of -1000 between two tokens is a border, too."""
     q, k, v = drawn(torch.float32 if path == "compiled" else torch.float64)
@@ -132,9 +132,9 @@ def test_a_weight_of_zero_hides_what_is_far_away(path):
         assert out[..., J:, :].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["none", "rope"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("t", [1, 40, T])
+@each("name", ["none", "rope"])
+@each("dtype", [torch.float32, torch.float64])
+@each("t", [1, 40, T])
 def test_fewer_queries_than_keys_of_packed_sequences_both_ways(name, dtype, t):
     q, k, v = drawn(dtype)
     scheme = schemes.REGISTRY[name](D, HEADS)
@@ -149,8 +149,8 @@ def test_fewer_queries_than_keys_of_packed_sequences_both_ways(name, dtype, t):
 
 
 @pytest.mark.skipif(not library.libraries()[0], reason=library.libraries()[1])
-@pytest.mark.parametrize("form", ["plain", "encoded"])
-@pytest.mark.parametrize("way", ["causal", "stream", "all keys"])
+@each("form", ["plain", "encoded"])
+@each("way", ["causal", "stream", "all keys"])
 def test_compiled_sums_clamp_as_the_definition_does(form, way):
     """Denominators of about 1e-7 on both sides of zero: their signs stay, and no gradient passes the clamped ones."""
     q, k, v = (torch.zeros(1, HEADS, 8, D), torch.zeros(1, HEADS, 8, D), drawn(torch.float32, 8)[2][:1])
@@ -177,7 +177,7 @@ def test_compiled_sums_clamp_as_the_definition_does(form, way):
     assert (out[0, 0] * v[0, 0, 0] >= 0).all()
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@each("attention", ["linear", "softmax"])
 def test_values_of_no_features(attention):
     q, k, v = drawn(torch.float32)
     assert ATTENTION[attention](q, k, v[..., :0], causal=True).shape == (2, HEADS, T, 0)

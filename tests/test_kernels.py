@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from cases import PRESETS, SCHEMES, over_rows, with_kinds
+from cases import PRESETS, SCHEMES, each, over_rows, with_kinds
 
 import isopos
 from isopos.catalog import CATALOG
@@ -25,7 +25,7 @@ def test_relative_schemes_depend_on_offsets_only(case):
     assert all(panel.relative for panel in panels(scheme, reach=20))
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk"])
+@each("name", ["sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk"])
 def test_the_others_do_not(name):
     assert not _panel(REGISTRY[name](8, 2)).relative
 
@@ -50,8 +50,8 @@ def test_scores_are_those_of_the_definition():
     torch.testing.assert_close(scores(softmax, x), (weight - own[..., None]) / math.sqrt(8))
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-@pytest.mark.parametrize("name", [name for name in CATALOG if name != "fox"])  # whose keys here are all alike
+@each("attention", ["linear", "softmax"])
+@each("name", [name for name in CATALOG if name != "fox"])  # whose keys here are all alike
 def test_what_is_said_of_content_is_so(name, attention):
     """What positions add to scores, or multiply them by, is the same for other content, up to one factor a head."""
     try:
@@ -75,7 +75,7 @@ def test_rotations_show_a_peak_and_a_direction():
     assert (mean - mean.flip(0)).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("name", CATALOG)
+@each("name", CATALOG)
 def test_what_is_said_to_learn_has_parameters(name):
     assert (CATALOG[name].learns != "nothing") == any(True for _ in REGISTRY[name](8, 2).parameters())
 
@@ -88,14 +88,14 @@ def test_direction_is_seen():
         assert _panel(scheme).directional == (name not in blind)
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@each("attention", ["linear", "softmax"])
 def test_a_decay_is_part_of_the_picture(attention):
     plain, decayed = (_panel(isopos.none(8, 2, decay=decay, attention=attention)).row()[1] for decay in ("none", "retnet"))
     assert torch.allclose(plain, plain[:, 20:21].expand_as(plain))
     assert (decayed[:, 20:].diff() < 0).all()
 
 
-@pytest.mark.parametrize("length", [1, 2, 100])
+@each("length", [1, 2, 100])
 def test_a_table_of_positions_limits_the_picture(length):
     (panel,) = panels(isopos.learned(8, 2, length=length))
     assert len(panel.position) == 2 * ((min(length, 2 * REACH + 1) - 1) // 2) + 1

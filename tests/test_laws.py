@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import COMPOSED, SCHEMES, ids, over_rows, scheme_case, tree_generator
+from cases import COMPOSED, SCHEMES, each, ids, over_rows, scheme_case, tree_generator
 from structures import over_structures
 
 import isopos
@@ -56,12 +56,12 @@ def test_softmax_attention_obeys_too(case, kind):
     assert "positive" not in {finding.name for finding in report.findings}
 
 
-@pytest.mark.parametrize("case", COMPOSED, ids=ids)
+@each("case", COMPOSED, ids=ids)
 def test_every_encoding_obeys(case):
     assert laws.check(case.make).holds
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_precision_is_of_the_dtype(dtype):
     finding = laws.check(isopos.rope(8, 2), dtype=dtype)["precision"]
     assert finding.holds
@@ -192,7 +192,7 @@ class _OneSided(couplings.Absolute):
         super().__init__(encodings.Rotary(torch.rand(1, 1, 4)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("broken", "law"),
     [
         (_Headless, "batch"),
@@ -222,7 +222,7 @@ def test_a_broken_encoding_is_found(broken, law):
         assert report[law].counterexample in str(report)
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "learned", "shiv-quirk"])
+@each("name", ["sinusoidal", "learned", "shiv-quirk"])
 def test_absolute_embeddings_are_found_with_a_counterexample(name):
     finding = laws.check(scheme_case(name).build())["attention"]
     assert not finding.holds
@@ -249,9 +249,7 @@ class _Raising(_Broken):
         return self.inner(x, dtype)
 
 
-@pytest.mark.parametrize(
-    "error", [LookupError("no such row"), SystemExit(0), SystemExit("bye"), torch.OutOfMemoryError("x")]
-)
+@each("error", [LookupError("no such row"), SystemExit(0), SystemExit("bye"), torch.OutOfMemoryError("x")])
 def test_what_raises_could_not_be_measured(error):
     report = laws.check(_Raising(error))
     assert not report.holds
@@ -318,7 +316,7 @@ def test_an_encoding_that_does_not_say_what_it_is_is_refused():
         laws.check(Silent)
 
 
-@pytest.mark.parametrize("subject", [3, lambda: 3, torch.nn.Linear(2, 2)])
+@each("subject", [3, lambda: 3, torch.nn.Linear(2, 2)])
 def test_what_is_no_encoding_is_refused(subject):
     with pytest.raises(TypeError):
         laws.check(subject)
@@ -337,7 +335,7 @@ def test_direction_and_positivity_are_properties_not_laws():
     assert not all(encoded)  # a rotated denominator at d = 2 is often negative
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_random_orthogonal_powers_do_not_keep_denominators_positive(seed):
     """The ablation of PermuteFormer: permutations do."""
     assert laws.check(isopos.permuteformer(8, 2, seed=seed))["positive"].holds
@@ -346,7 +344,7 @@ def test_random_orthogonal_powers_do_not_keep_denominators_positive(seed):
     assert not orthogonal["positive"].holds
 
 
-@pytest.mark.parametrize(
+@each(
     ("scheme", "order"),
     [
         (isopos.ape_ring(8, 2, period=7), 7),
@@ -363,8 +361,8 @@ def test_periods_are_reported(scheme, order):
     assert finding.holds == (order < float("inf"))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "complex"])
+@each("seed", range(3))
+@each("denominator", ["plain", "encoded", "complex"])
 def test_a_denominator_near_zero_breaks_no_law(seed, denominator):
     scheme = isopos.rope(8, 2, denominator=denominator, feature_map="identity", decay="retnet")
     assert laws.check(scheme, seed=seed).holds
@@ -401,12 +399,12 @@ class _Clamped(_Broken):
         return self.inner(x.clamp(-1500, 1500), dtype)
 
 
-@pytest.mark.parametrize("broken", [_Coarse, _Clamped])
+@each("broken", [_Coarse, _Clamped])
 def test_exactness_is_that_of_offsets_far_out(broken):
     assert "exact" in laws.check(broken).broken
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_the_attention_law_is_measured_both_ways(monkeypatch, causal):
     from isopos.laws import checks
 
@@ -447,9 +445,7 @@ def test_exactness_is_measured_at_a_million_and_as_far_as_is_promised():
     assert any(10**6 < far < 2**21 for far in noting.asked)
 
 
-@pytest.mark.parametrize(
-    ("size", "change", "holds"), [(1e6, 1e-6, True), (1e6, 1e-1, False), (1e-6, 1e-10, True), (1e-2, 1e-5, False)]
-)
+@each(("size", "change", "holds"), [(1e6, 1e-6, True), (1e6, 1e-1, False), (1e-6, 1e-10, True), (1e-2, 1e-5, False)])
 def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
     """Roundings of large scores are no broken law; what is small beside 1 does not matter."""
     from isopos.laws import checks

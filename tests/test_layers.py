@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from cases import each
 
 import isopos
 from isopos.lab.recipes import Recipe
@@ -38,7 +39,7 @@ def test_layers_with_one_scheme_are_a_model_of_it():
     assert [p.shape for p in models[0].parameters()] == [p.shape for p in models[1].parameters()]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@each("name", PATTERNS)
 def test_each_layer_has_its_own_and_shared_ones_are_evaluated_once(name):
     _, model = layered(name)
     calls = []
@@ -57,7 +58,7 @@ def test_each_layer_has_its_own_and_shared_ones_are_evaluated_once(name):
         assert scheme.origin[0] == split_spec(spec)[0], n
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@each("name", PATTERNS)
 @torch.no_grad()
 def test_streams_prepared_or_not_are_the_whole(name):
     _, model = layered(name)
@@ -98,7 +99,7 @@ def test_what_is_learned_trains_and_is_copied():
     assert again.scheme.each[0] is again.scheme.parts[0]
 
 
-@pytest.mark.parametrize("kind", ["line", "tree"])
+@each("kind", ["line", "tree"])
 @torch.no_grad()
 def test_sequences_of_sequences_stream(kind):
     seeing = isopos.rope(8, 4, attention="softmax") if kind == "line" else isopos.ape_tree(8, 4, attention="softmax")
@@ -119,7 +120,7 @@ def test_layers_without_positions_are_among_those_of_a_grid():
     assert not torch.allclose(first, model(pixels.mT))
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: Decoder(9, 16, 2, []), "^scheme: expected a Scheme, or a list of one for each layer"),

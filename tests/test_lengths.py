@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from canonical import canonical, score
-from cases import HEADS, close, gradients, inputs, ordered, perturb, stream
+from cases import HEADS, close, each, gradients, inputs, ordered, perturb, stream
 
 import isopos
 from isopos import Decoder, encodings, laws, schemes
@@ -20,7 +20,7 @@ from isopos.positions import Line, grid, sequence
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
 OPTIONS = {"longrope": {"rescale": RESCALE}}
-RULES = pytest.mark.parametrize("name", EXTENSIONS)
+RULES = each("name", EXTENSIONS)
 EXTENDED = {
     "rope": {"attention": "softmax"},
     "rope-learned": {"learned": True},
@@ -62,7 +62,7 @@ def rule(name, factor=4.0, trained=64, **options):
     return extension(name, factor, trained, **{**OPTIONS.get(name, {}), **options})
 
 
-@pytest.mark.parametrize("name", ["linear", "dynamic", "yarn", "llama3"])
+@each("name", ["linear", "dynamic", "yarn", "llama3"])
 def test_a_factor_of_one_changes_nothing(name):
     frequency = torch.randn(2, 3, 5, dtype=torch.float64)
     close(rule(name, 1.0)(frequency), frequency)
@@ -70,7 +70,7 @@ def test_a_factor_of_one_changes_nothing(name):
     assert rule("longrope", 1.0).attention_factor == 1
 
 
-@pytest.mark.parametrize("name", [name for name in EXTENDED if name not in ("xpos", "jordan", "retnet", "ape-product")])
+@each("name", [name for name in EXTENDED if name not in ("xpos", "jordan", "retnet", "ape-product")])
 def test_linear_is_interpolation_of_positions(name):
     scheme = perturb(built(name))
     q, k, _ = inputs(t=6)
@@ -81,7 +81,7 @@ def test_linear_is_interpolation_of_positions(name):
     close(after[0](q) @ after[1](k).mT, before[0](q) @ before[1](k).mT)
 
 
-@pytest.mark.parametrize(("factor", "alpha"), [(4.0, 1.0), (2.5, 3.0)])
+@each(("factor", "alpha"), [(4.0, 1.0), (2.5, 3.0)])
 def test_dynamic_is_a_larger_base(factor, alpha):
     d, base = 8, 10000.0
     larger = base * (alpha * factor - alpha + 1) ** (d / (d - 2))
@@ -89,7 +89,7 @@ def test_dynamic_is_a_larger_base(factor, alpha):
     close(found, rope_frequencies(d // 2, larger)[None, None])
 
 
-@pytest.mark.parametrize("truncate", [True, False])
+@each("truncate", [True, False])
 def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones(truncate):
     w, trained, factor = rope_frequencies(32), 512, 8.0
     kept = (rule("yarn", factor, trained, truncate=truncate)(w[None, None])[0, 0] / w - 1 / factor) / (1 - 1 / factor)
@@ -151,8 +151,8 @@ def test_pairs_that_do_not_turn_stay_and_change_no_others(name):
         assert rule(name)(odd).isfinite().all()
 
 
-@pytest.mark.parametrize("name", EXTENDED)
-@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+@each("name", EXTENDED)
+@each("kind", ["dynamic", "yarn"])
 def test_an_extended_scheme_is_its_canonical_form_and_keeps_its_laws(name, kind):
     scheme = perturb(built(name))
     q, k, _ = inputs(t=5)
@@ -183,8 +183,8 @@ SOME = {"factor": 16.0, "trained": 32}
 PARTIAL = {"yarn": {}, "longrope": {"rescale": [1.0, 2.0]}}
 
 
-@pytest.mark.parametrize("name", PARTIAL)
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@each("name", PARTIAL)
+@each("layout", ["interleaved", "half"])
 def test_features_that_pass_are_made_sharper_in_whole_logits_alone(name, layout):
     options, x = SOME | PARTIAL[name], sequence(40)
     scheme = schemes.rope(8, HEADS, rotary_dim=4, layout=layout, attention="softmax")
@@ -238,7 +238,7 @@ def test_extended_schemes_compile():
 # Trained models, and streams
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@each("attention", ["linear", "softmax"])
 def test_keys_in_a_cache_stay_valid_but_not_those_from_before(attention):
     scheme = schemes.rope(8, HEADS, attention=attention)
     content, x = inputs(t=9), sequence(9)
@@ -258,9 +258,7 @@ RULED = {name: {"factor": 4.0, "trained": 6} | OPTIONS.get(name, {}) for name in
 
 
 @RULES
-@pytest.mark.parametrize(
-    "options", [{}, {"learned": True}, {"attention": "softmax"}, {"attention": "softmax", "rotary_dim": 6}]
-)
+@each("options", [{}, {"learned": True}, {"attention": "softmax"}, {"attention": "softmax", "rotary_dim": 6}])
 def test_streams_and_steps_of_an_extended_scheme_are_whole_calls(name, options):
     rule = RULED[name] | ({"rescale": RESCALE[:3]} if name == "longrope" and "rotary_dim" in options else {})
     scheme = schemes.rope(8, HEADS, **options).extend(name, **rule)
@@ -337,7 +335,7 @@ def test_a_new_resolution_of_a_grid():
         close(finer(q) @ finer(k).mT, rho(q) @ rho(k).mT)
 
 
-@pytest.mark.parametrize("name", ["grape", "liere"])
+@each("name", ["grape", "liere"])
 def test_positions_are_interpolated_where_frequencies_make_no_series(name):
     """A head that turns one plane has no series of frequencies, and generators that do not commute have none at all."""
     scheme = perturb(schemes.REGISTRY[name](8, HEADS, axes=2))
@@ -387,7 +385,7 @@ def test_an_extension_is_printed():
 # What cannot be
 
 
-@pytest.mark.parametrize(
+@each(
     "scheme",
     [
         "none",
@@ -410,7 +408,7 @@ def test_schemes_without_rotary_frequencies(scheme):
         schemes.cosformer(8, HEADS).extend("linear", factor=2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda s: s.extend("ntk", factor=2), r"extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'ntk'"),

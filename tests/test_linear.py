@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cases import close, gradients, named, with_edges
+from cases import close, each, gradients, named, with_edges
 from torch.autograd import gradcheck
 
 from isopos.attention import reference
@@ -103,8 +103,8 @@ def agree(sums, leaves, fuse=True):
         close(actual, expected)
 
 
-@pytest.mark.parametrize("decay", [None, 0.1])
-@pytest.mark.parametrize("causal", [True, False])
+@each("decay", [None, 0.1])
+@each("causal", [True, False])
 def test_gradients_reach_what_features_hold(small, causal, decay):
     q, k, v, *g = tensors(130, decay=decay)
     learned, fixed = torch.randn(130, 1, dtype=torch.float64, requires_grad=True), torch.randn(130, 1, dtype=torch.float64)
@@ -128,10 +128,10 @@ def test_complex_division_clamps_magnitudes_below_1e_6():
     close(ops.divide_complex(total)[:, 0], expected, roundings=2)
 
 
-@pytest.mark.parametrize("decay", [None, 0.1])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("kind", FEATURES)
+@each("decay", [None, 0.1])
+@each("causal", [True, False])
+@each("fuse", [True, False])
+@each("kind", FEATURES)
 def test_fast_is_naive(small, kind, fuse, causal, decay):
     for t in (1, 64, 65, 150):
         q, k, v, *g = leaves = tensors(t, decay=decay)
@@ -140,8 +140,8 @@ def test_fast_is_naive(small, kind, fuse, causal, decay):
             agree(ops.Sums(q, k, v, features, decays(g, t, t), causal, denominator), leaves, fuse)
 
 
-@pytest.mark.parametrize("decay", [None, 0.1])
-@pytest.mark.parametrize("kind", FEATURES)
+@each("decay", [None, 0.1])
+@each("kind", FEATURES)
 def test_causal_cross_sums_align_the_last_tokens(kind, decay):
     for t, s in ((1, 65), (65, 1), (70, 130), (130, 70)):
         q, k, v, *g = leaves = tensors(t, s, decay=decay)
@@ -150,8 +150,8 @@ def test_causal_cross_sums_align_the_last_tokens(kind, decay):
             agree(ops.Sums(q, k, v, features, decays(g, t, s), True, denominator), leaves)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("kind", FEATURES)
+@each("fuse", [True, False])
+@each("kind", FEATURES)
 def test_bidirectional_cross_sums(small, kind, fuse):
     for t, s in ((3, 200), (200, 3)):
         leaves, (features, denominator) = tensors(t, s), FEATURES[kind]
@@ -159,7 +159,7 @@ def test_bidirectional_cross_sums(small, kind, fuse):
             agree(ops.Sums(*leaves, features, None, False, denominator), leaves, fuse)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
     q, k, v, *g = leaves = tensors(300, decay=0.1)
     outs = []
@@ -205,7 +205,7 @@ def test_small_chunks_gradcheck(monkeypatch, causal, fuse):
     assert gradcheck(f, tensors(5, d=2, e=2, decay=0.5, n=(1, 2)))
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@each("fuse", [True, False])
 def test_second_derivatives_raise(fuse):
     q, k, v, *g = tensors(5, decay=0.5)
     out = total(ops.Sums(q, k, v, FEATURES["plain"][0], decays(g, 5, 5), True, "divide"), fuse)
@@ -273,7 +273,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sums", "why"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+@each(("name", "sums", "why"), REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_refusal_is_a_sentence(name, sums, why):
     (backend,) = (backend for backend in ops.BACKENDS if backend.name == name)
     assert re.fullmatch(why, backend.serves(sums))
@@ -300,7 +300,7 @@ def test_the_first_that_serves_gets_the_problem(monkeypatch):
     assert ops.explain(ops.Sums(*tensors(9), ALL_READY, causal=False)).refusals["mine"] == "it sums causally"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["cpu", "chunks"])
+@each("dtype", [torch.float32, torch.float64], ids=["cpu", "chunks"])
 def test_a_call_keeps_nothing(dtype):
     """Its memory is free when it ends, not when Python looks for cycles."""
     own = Features(elu1, Rotation(torch.ones(2, 300, 4, 2, dtype=dtype)), ("rotation",))

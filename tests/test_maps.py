@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cases import close, gradients
+from cases import close, each, gradients
 from torch import Tensor
 
 import isopos
@@ -104,9 +104,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(params=[*ISOMETRIES, *OTHERS])
-def rho(request):
-    return (ISOMETRIES | OTHERS)[request.param]()
+every = each("make", [*ISOMETRIES.values(), *OTHERS.values()], ids=[*ISOMETRIES, *OTHERS])
 
 
 def test_every_class_has_a_row():
@@ -129,7 +127,9 @@ def content(rho, *batch, dtype=torch.float64):
     return torch.randn(*batch, B, H, tokens_of(rho), D, dtype=dtype)
 
 
-def test_isometries_keep_inner_products_and_what_is_linear_has_an_adjoint(rho):
+@every
+def test_isometries_keep_inner_products_and_what_is_linear_has_an_adjoint(make):
+    rho = make()
     x, y = content(rho, 2)
     if rho.isometric:
         close((rho(x) * rho(y)).sum(-1), (x * y).sum(-1))
@@ -147,7 +147,9 @@ def cuts(size):
     return slice(None), slice(0, 1), slice(1, size)
 
 
-def test_a_part_is_the_maps_part(rho):
+@every
+def test_a_part_is_the_maps_part(make):
+    rho = make()
     t, x = tokens_of(rho), content(rho)
     of_tokens = slice(None), slice(0, 1), slice(t // 2, t)
     for batch, heads, tokens in itertools.product(cuts(B), cuts(H), of_tokens):
@@ -160,7 +162,9 @@ def test_a_part_is_the_maps_part(rho):
         close(last(x[..., t // 2 :, :]), rho(x)[..., t // 2 :, :])
 
 
-def test_output_has_the_inputs_dtype_and_one_rounding(rho):
+@every
+def test_output_has_the_inputs_dtype_and_one_rounding(make):
+    rho = make()
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = content(rho, dtype=dtype)
         y = rho(x)
@@ -172,7 +176,9 @@ def test_output_has_the_inputs_dtype_and_one_rounding(rho):
             close(y, rho(x.double()), dtype=dtype)
 
 
-def test_its_tensors_may_be_others(rho):
+@every
+def test_its_tensors_may_be_others(make):
+    rho = make()
     others = [torch.randn_like(x) if x.is_floating_point() else x.clone() for x in rho.tensors()]
     again = rho.replace(others)
     assert [id(x) for x in again.tensors()] == [id(x) for x in others]
@@ -180,13 +186,17 @@ def test_its_tensors_may_be_others(rho):
     assert rho.replace(list(rho.tensors()))(x := content(rho)).equal(rho(x))
 
 
-def test_gradients_reach_its_tensors_and_content(rho):
+@every
+def test_gradients_reach_its_tensors_and_content(make):
+    rho = make()
     learned = [a.requires_grad_() for a in rho.tensors() if a.is_floating_point()]
     x = content(rho).requires_grad_()
     assert all(grad.isfinite().all() and grad.any() for grad in gradients(rho(x), [x, *learned]))
 
 
-def test_it_refuses_other_shapes(rho):
+@every
+def test_it_refuses_other_shapes(make):
+    rho = make()
     x = content(rho)
     with pytest.raises(ValueError, match=r"expected \[\*b h t d\], got \[6\]"):
         rho(x[0, 0, 0])
@@ -200,7 +210,9 @@ def test_it_refuses_other_shapes(rho):
             rho(x[..., :1, :].expand(-1, -1, 2, -1))
 
 
-def test_it_is_immutable(rho):
+@every
+def test_it_is_immutable(make):
+    rho = make()
     with pytest.raises(AttributeError):
         rho.table = None
 
@@ -214,7 +226,7 @@ def test_widths_and_leading_axes_are_those_that_are_declared():
         assert (rho.length, rho.features, rho.leading) == expected
 
 
-@pytest.mark.parametrize("kind", [Tensor, Tensor | None, "Tensor"])
+@each("kind", [Tensor, Tensor | None, "Tensor"])
 def test_a_tensor_without_axes_is_refused(kind):
     with pytest.raises(TypeError, match=r"Bare.table: expected axes, got none; table: Tensor = axes\("):
         type("Bare", (TokenMap,), {"__annotations__": {"table": kind}, "apply": lambda self, x: x})

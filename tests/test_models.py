@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, PRESETS, STEPS, TOLERANCE, close, ids, perturb
+from cases import HEAD_DIM, HEADS, PRESETS, STEPS, TOLERANCE, close, each, ids, over_rows, perturb
 from structures import over_structures
 
 from isopos import Decoder, schemes
@@ -15,11 +15,12 @@ from isopos.positions import Line, grid, sequence
 
 WIDTH, VOCABULARY, T = HEAD_DIM * HEADS, 11, 9
 ON_GRIDS = [case for case in PRESETS if case.both_ways and case.group.is_grid and case.group.columns < 3]
-presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+presets = over_rows(PRESETS)
 
 
 def made(case, **more):
-    return perturb(Decoder(VOCABULARY, WIDTH, 2, case.build(**more)))
+    """Two layers for a preset; one shows what a structure is."""
+    return perturb(Decoder(VOCABULARY, WIDTH, 2 if case in PRESETS else 1, case.build(**more)))
 
 
 def tokens(*shape):
@@ -47,7 +48,7 @@ def test_shift_and_causality(case, kind):
     assert not torch.equal(model(later)[:, 5:], y[:, 5:])
 
 
-@pytest.mark.parametrize("case", [case for case in PRESETS if not isinstance(case.group, Line)], ids=ids)
+@each("case", [case for case in PRESETS if not isinstance(case.group, Line)], ids=ids)
 def test_other_positions_are_asked_for(case):
     """Positions 0, 1, ... are those of a line; a ring takes them, too."""
     model, x, at = made(case), tokens(2, T), case.positions(2, t=T)
@@ -144,8 +145,8 @@ def adaptive(**more):
     return perturb(model), torch.randint(50, (3, T)), torch.randint(50, (3, T))
 
 
-@pytest.mark.parametrize("scored", [1, 4, T])
-@pytest.mark.parametrize("cutoffs", [(), (5,), (5, 20)])
+@each("scored", [1, 4, T])
+@each("cutoffs", [(), (5,), (5, 20)])
 def test_the_loss_is_that_of_the_last_logits(cutoffs, scored):
     model = perturb(Decoder(50, 16, 2, schemes.rope(8, 2), cutoffs=cutoffs))
     x, targets = torch.randint(50, (3, T)), torch.randint(50, (3, scored))
@@ -202,7 +203,7 @@ def test_a_tied_head_is_refused_beside_cutoffs():
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5,), tied=True)
 
 
-@pytest.mark.parametrize("name", ["none", "sinusoidal", "rope", "lrpe-orthogonal"])
+@each("name", ["none", "sinusoidal", "rope", "lrpe-orthogonal"])
 def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
     model, x = perturb(Encoder(VOCABULARY, WIDTH, 2, schemes.build(name, HEAD_DIM, HEADS, {}))), tokens(2, T)
     y = model(x)
@@ -214,7 +215,7 @@ def test_an_encoder_sees_both_sides_and_keeps_its_law(name):
     assert torch.allclose(shifted, y, atol=1e-4) == (name != "sinusoidal")
 
 
-@pytest.mark.parametrize("model", [Decoder, Encoder, lambda v, *rest: Classifier(v, 3, *rest)])
+@each("model", [Decoder, Encoder, lambda v, *rest: Classifier(v, 3, *rest)])
 def test_an_embedding_of_another_width_is_refused(model):
     with pytest.raises(ValueError, match="model_dim: expected the 16 of the scheme's embedding, got 32"):
         model(50, 32, 1, schemes.build("sinusoidal", 8, 2, {}))
@@ -248,8 +249,8 @@ def test_padding_and_other_samples_change_nothing(case, kind):
                 close(found[i, :n] if isinstance(model, Encoder) else found[i], alone)
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
-@pytest.mark.parametrize("name", ["rope", "ape-tree"])
+@each("kind", ["linear", "softmax"])
+@each("name", ["rope", "ape-tree"])
 def test_no_gradient_comes_from_padding(name, kind):
     (case,) = (case for case in PRESETS if case.id == name)
     model, lengths = perturb(Classifier(VOCABULARY, 3, WIDTH, 2, case.build(attention=kind))), [5, 9]
@@ -273,7 +274,7 @@ def test_a_classifier_drops_out_only_while_it_learns():
     assert model(x).shape == (2, 3)
 
 
-@pytest.mark.parametrize("model", [Encoder, lambda v, *rest, **more: Classifier(v, 3, *rest, **more)])
+@each("model", [Encoder, lambda v, *rest, **more: Classifier(v, 3, *rest, **more)])
 def test_what_is_computed_again_is_the_same(model):
     case = next(case for case in PRESETS if case.id == "rope")
     x, at, mask = padded(case, [5, 9])
@@ -286,14 +287,14 @@ def test_what_is_computed_again_is_the_same(model):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("make", [Decoder, Encoder, partial(Classifier, classes=3)])
+@each("make", [Decoder, Encoder, partial(Classifier, classes=3)])
 def test_parameters_of_heads_come_before_those_of_schemes(make):
     """An optimiser's saved state names parameters by their places."""
     model = make(vocabulary=20, model_dim=16, layers=1, scheme=schemes.rope(8, 2, learned=True))
     assert [name for name, _ in model.named_parameters()][-3:] == ["head.weight", "head.bias", "scheme.encoding.frequency"]
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@each("kind", ["linear", "softmax"])
 def test_models_have_fewer_heads_of_keys(kind):
     model = Decoder(50, 32, 2, schemes.alibi(8, 4, attention=kind), kv_heads=2).eval()
     assert model.blocks[0].attention.key.out_features == 16
@@ -350,7 +351,7 @@ def test_stochastic_depth_spares_samples_branches_and_keeps_their_mean():
             Encoder(VOCABULARY, WIDTH, 2, schemes.build("rope", HEAD_DIM, HEADS), **{name: value})
 
 
-@pytest.mark.parametrize("case", ON_GRIDS, ids=ids)
+@each("case", ON_GRIDS, ids=ids)
 def test_images_have_positions_on_a_grid_or_in_a_line_and_of_any_size(case):
     model = perturb(Vision(3, 5, WIDTH, 2, case.build(), patch=2)).eval()
     for height, width in ((6, 4), (4, 8)):
@@ -378,7 +379,7 @@ def test_patches_are_linear_in_their_pixels_row_by_row():
         model(pixels[..., :5])
 
 
-@pytest.mark.parametrize("side", [1, 2, 3, 4, 5])
+@each("side", [1, 2, 3, 4, 5])
 def test_a_convolution_has_a_token_for_every_so_many_pixels_of_any_image(side):
     model = Vision(1, 5, WIDTH, 1, schemes.ape_grid(HEAD_DIM, HEADS), tokenizer="convolution", patch=side)
     tokens = model.tokens

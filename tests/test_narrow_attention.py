@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import ATTENTION, PRESETS, inputs_of
+from cases import ATTENTION, PRESETS, each, inputs_of
 from pretend import DEVICE, There, WithoutFloat64, narrow
 from structures import over_structures
 
@@ -52,8 +52,8 @@ def test_every_structure_gives_what_it_gives_on_the_cpu(case, kind):
         both(ATTENTION[kind], inputs, here, there, causal=causal)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind", ATTENTION)
+@each("causal", [True, False])
+@each("kind", ATTENTION)
 def test_packed_sequences_with_decays_and_masks(kind, causal):
     scheme, draw = schemes.none(8, 2, decay="retnet", attention=kind), torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 2, T, 8, generator=draw) for _ in range(3)]
@@ -66,7 +66,7 @@ def test_the_definition():
     both(naive_linear_attention, inputs, scheme.at(sequence(9)), scheme.at(sequence(9).to(DEVICE)), causal=True)
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@each("kind", ATTENTION)
 def test_streams(kind):
     scheme, inputs = (
         schemes.rope(8, 2, decay="retnet", attention=kind),

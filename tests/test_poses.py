@@ -3,7 +3,7 @@
 import pytest
 import torch
 from canonical import canonical
-from cases import ATTENTION, HEADS, close, inputs
+from cases import ATTENTION, HEADS, close, each, inputs
 
 import isopos
 from isopos import laws, schemes
@@ -71,7 +71,7 @@ def test_a_camera_is_its_projection_inverted():
 
 
 @both
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_prope_is_its_formula(kind, causal):
     """O = D . Attn(D^T Q, D^-1 K, D^-1 V), D of blocks P of a camera's projection and of rotations of rows and columns."""
     pose, (q, k, v) = poses(), inputs(t=T, d=D, e=D)
@@ -127,7 +127,7 @@ def test_the_layout_of_the_authors_code_is_its_formula():
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_another_frame_of_the_world_changes_nothing(kind, dtype):
     """Of a whole layer with positions of samples; without values that are carried along, these are seen as they are."""
     scheme, pose = schemes.prope(D, HEADS, attention=kind), poses(2)
@@ -153,7 +153,7 @@ def test_the_law_is_measured():
             assert not report["unitary"].holds
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@each("kind", ATTENTION)
 def test_one_camera_is_rope_of_its_patches(kind):
     """As the paper has it of one view: cameras cancel, whatever they are."""
     pose, (q, k, v) = poses()[:1], inputs(t=4, d=D, e=D)
@@ -178,7 +178,7 @@ CARRIED = ["rope", "string", "ape-grid", "jordan", "xpos", "ape-tree", "permutef
 
 
 @both
-@pytest.mark.parametrize("name", CARRIED)
+@each("name", CARRIED)
 def test_values_are_seen_from_the_query_as_keys_are(kind, name):
     """y_i = sum_j w_ij rho(x_i)^-1 rho(y_j) v_j, by the matrices of the canonical form."""
     options = {"attention": kind, "decay": "none"} if name in ("jordan", "permuteformer") else {"attention": kind}
@@ -224,7 +224,7 @@ def test_no_cameras_have_no_positions():
     assert cameras(torch.empty(2, 0, 4, 4), patches=(2, 3)).shape == (2, 0, 18)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: cameras(torch.eye(4)), r"pose: expected floats \[\*b n 4 4\], camera to world, got torch.float32 \[4, 4\]"),
@@ -263,7 +263,7 @@ def test_bad_calls(call, message):
         call()
 
 
-@pytest.mark.parametrize(
+@each(
     ("transport", "error", "message"),
     [
         (Tiles(torch.eye(4)[None, None]), TypeError, "transport: expected a pair of maps, of values and of outputs"),

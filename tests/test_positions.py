@@ -8,6 +8,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 import torch
+from cases import each
 
 import isopos
 from isopos import positions
@@ -30,7 +31,7 @@ def equal(x, y):
     return x.shape == y.shape and bool((x == y).all())
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@each("group", GROUPS, ids=str)
 def test_group_axioms(group):
     x, y, z = (group.random(3, 5) for _ in range(3))
     origin = group.origin(3, 5)
@@ -43,7 +44,7 @@ def test_group_axioms(group):
     group.check(x)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@each("group", GROUPS, ids=str)
 def test_distance_is_an_invariant_metric(group):
     x, y, z = (group.random(2, n) for n in (20, 30, 40))
     distance = group.distance(x, y)
@@ -91,8 +92,8 @@ def test_groups_name_themselves():
     assert [group.is_grid for group in (line, Product((line, line)), Product((line, Ring(2))), Tree(1))] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("group", [*GROUPS, Tree(1), Tree(3), Product((Line(), Tree(2)))], ids=str)
-@pytest.mark.parametrize("t", [0, 1, 10])
+@each("group", [*GROUPS, Tree(1), Tree(3), Product((Line(), Tree(2)))], ids=str)
+@each("t", [0, 1, 10])
 def test_positions_are_arranged_in_an_order_that_streams(group, t):
     x = group.arrange(t)
     assert x.shape == (t, group.columns)
@@ -122,7 +123,7 @@ def test_builders():
     assert positions.grid(2, 2).dtype == torch.int64
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: positions.sequence(-1), "t: expected an integer of at least 0"),
@@ -164,13 +165,13 @@ def test_elements_of_a_ring_need_not_lie_within_its_period():
     assert ring.distance(y, x).equal(within.mT)
 
 
-@pytest.mark.parametrize("length", [np.int64(3), np.int32(3), np.uint8(3), torch.tensor(3)])
+@each("length", [np.int64(3), np.int32(3), np.uint8(3), torch.tensor(3)])
 def test_lengths_may_be_integers_of_other_kinds(length):
     assert sequence(length).tolist() == [[0], [1], [2]]
     assert sequence(length).dtype == torch.int64
 
 
-@pytest.mark.parametrize("length", [3.0, np.float64(3), True, "3", torch.tensor(3.0), torch.tensor([3]), -1, np.int64(-1)])
+@each("length", [3.0, np.float64(3), True, "3", torch.tensor(3.0), torch.tensor([3]), -1, np.int64(-1)])
 def test_other_lengths_are_refused(length):
     with pytest.raises(ValueError, match="t: expected an integer of at least 0"):
         sequence(length)
@@ -181,7 +182,7 @@ def test_numpy_integers_are_sizes():
     assert grid(np.int64(2), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@each("strict", [False, True])
 def test_lengths_may_be_symbolic(strict):
     class Rotated(torch.nn.Module):
         def __init__(self):
@@ -217,7 +218,7 @@ def test_lengths_may_be_traced():
     assert traced(torch.zeros(5)).equal(sequence(5))
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@each("name", REGISTRY)
 def test_position_ids_without_a_column_get_the_hint(name):
     """[b t], as other libraries have them, for every group, in schemes, encodings, streams, decays and embeddings."""
     scheme, ids = REGISTRY[name](16, 2), torch.arange(7).expand(2, 7)
@@ -310,7 +311,7 @@ def test_a_delay_is_one_shift():
     torch.testing.assert_close(moved, timestamps([time + delay for time in times], start=start), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "error", "message"),
     [
         (

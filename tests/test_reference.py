@@ -3,9 +3,8 @@
 import math
 from itertools import product
 
-import pytest
 import torch
-from cases import HEADS, close, inputs
+from cases import HEADS, close, each, inputs
 
 from isopos.attention import reference
 from isopos.feature_maps import elu1
@@ -37,8 +36,8 @@ def pairs(causal):
             yield b, h, i, j
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "complex", None])
+@each("causal", [True, False])
+@each("denominator", ["plain", "encoded", "complex", None])
 def test_linear_is_the_loop(denominator, causal):
     q, k, v, g, rho = arguments()
     table, x = torch.randn(HEADS, 3, D, dtype=torch.float64), sequence(S)
@@ -62,7 +61,7 @@ def test_linear_is_the_loop(denominator, causal):
     close(found, (total if denominator is None else total / below).real)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@each("causal", [True, False])
 def test_softmax_is_the_loop(causal):
     q, k, v, g, rho = arguments()
     buckets, locality = torch.randint(3, (2, T, S)), torch.rand(T, S, dtype=torch.float64)
@@ -81,7 +80,7 @@ def test_softmax_is_the_loop(causal):
     close(found, total / below)
 
 
-@pytest.mark.parametrize("definition", reference.DEFINITIONS.values())
+@each("definition", reference.DEFINITIONS.values())
 def test_what_is_masked_is_not_seen(definition):
     q, k, v, *_ = arguments()
     wrong = ~MASK[:, None, :, None]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ATTENTION, HEAD_DIM, HEADS, close, inputs, inputs_of, perturb, scheme_case
+from cases import ATTENTION, HEAD_DIM, HEADS, close, each, inputs, inputs_of, perturb, scheme_case
 from structures import over_structures
 
 import isopos
@@ -75,8 +75,8 @@ SHARED += [("ape-sequence", "linear"), ("permuteformer", "linear"), ("horn-clipp
 SHARED += [("ape-sequence-locality", "softmax"), ("transformer-xl", "softmax")]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("name", "kind"), SHARED)
+@each("in_place", [False, True])
+@each(("name", "kind"), SHARED)
 def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, kind, in_place):
     if in_place and kind == "softmax":
         pytest.skip("its cache grows")

@@ -9,7 +9,6 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from canonical import canonical
 from cases import (
     ATTENTION,
     HEAD_DIM,
@@ -22,10 +21,12 @@ from cases import (
     STORED,
     TOLERANCE,
     close,
+    each,
     gradients,
     ids,
     inputs,
     inputs_of,
+    named,
     ordered,
     over_rows,
     parents_first,
@@ -33,10 +34,9 @@ from cases import (
     quadratic,
     same_everywhere,
     shifted,
-    softmax_by_definition,
     with_kinds,
 )
-from structures import over_structures
+from structures import ENCODINGS_ALONE, over_structures
 
 import isopos
 from isopos import biases, catalog, decays, encodings, kinds, schemes
@@ -47,7 +47,8 @@ from isopos.ops.linear import walk
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = over_rows(SCHEMES)
-presets = pytest.mark.parametrize("case", PRESETS, ids=ids)
+every_encoding = over_rows([*SCHEMES, *ENCODINGS_ALONE])
+presets = over_rows(PRESETS)
 
 
 def made(case, kind=None, **more):
@@ -98,15 +99,15 @@ def test_defaults_are_enough(case):
 
 # Attention is its definition
 
-SHAPES = {"causal": (70, 70, True), "both-ways": (70, 70, False), "causal-cross": (9, 70, True), "cross": (70, 9, False)}
+SHAPES = {"causal": (7, 7, True), "both-ways": (7, 7, False), "causal-cross": (5, 7, True), "cross": (7, 5, False)}
 
 
 @over_structures(lambda case, kind: kind == "linear")
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
-    monkeypatch.setattr(walk, "GROUP", 1)
-    monkeypatch.setattr(walk, "LEAST", 1)
-    monkeypatch.setattr(walk, "MOST", 1)
+    """In chunks of four tokens, of which each group has one."""
+    for name, size in {"CHUNK": 4, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
+        monkeypatch.setattr(walk, name, size)
     t, s, causal = SHAPES[shape]
     if not (causal or case.both_ways):
         return
@@ -142,20 +143,10 @@ def test_denominator_and_decay_are_independent_axes(case, kind):
                 close(out, slow, roundings=1000 * TOLERANCE)
 
 
-@over_structures(lambda case, kind: kind == "softmax")
-def test_softmax_attention_is_its_definition(case, kind):
-    scheme = made(case, kind)
-    leaves = inputs_of(scheme, 2, t=9, requires_grad=True)
-    for causal in case.ways:
-        arguments = at(scheme, case.positions(2, t=9)) | {"causal": causal, "mask": torch.rand(2, 9) < 0.7}
-        out, slow = (f(*leaves, **arguments) for f in (softmax_attention, softmax_by_definition))
-        same_everywhere(out, slow, [*leaves, *scheme.parameters()])
-
-
 # Laws
 
 
-@over_rows([case for case in SCHEMES if case.relative])
+@over_rows([case for case in [*SCHEMES, *ENCODINGS_ALONE] if case.relative])
 def test_scores_do_not_see_a_shift(case):
     scheme, group = made(case), case.group
     q, k, _ = inputs_of(scheme, 3, t=9)
@@ -268,7 +259,7 @@ def results(scheme, x):
     return found if scheme.embedding is None else [*found, scheme.embedding(x).float()]
 
 
-@every
+@every_encoding
 def test_round_trips(case):
     x, scheme = case.positions(2, t=9), perturb(case.build(), 0.3).float()
     before = results(scheme, x)
@@ -280,13 +271,15 @@ def test_round_trips(case):
         assert not all(map(torch.equal, results(case.build(), x), before))
 
 
-@every
+@every_encoding
 def test_meta_device_then_reset(case):
     x = case.positions(t=9)
     before = results(case.build(), x)
-    with torch.device("meta"):
-        built = case.build()
-    for scheme in (built, case.build().to("meta")) if case in PRESETS else (built,):
+    moved = [perturb(case.build()).float().to("meta")] if case in PRESETS or not case.name else []
+    if case.name:
+        with torch.device("meta"):
+            moved.append(case.build())
+    for scheme in moved:
         assert all(parameter.is_meta for parameter in scheme.parameters())
         scheme.to_empty(device="cpu")
         for module in scheme.modules():
@@ -295,7 +288,7 @@ def test_meta_device_then_reset(case):
         assert all(map(torch.equal, results(scheme, x), before))
 
 
-@every
+@every_encoding
 def test_casting_keeps_positions_exact(case):
     scheme, x = case.build(), case.positions(2, t=9)
     before = results(scheme, x)[0]
@@ -303,7 +296,7 @@ def test_casting_keeps_positions_exact(case):
         assert torch.equal(results(scheme.to(dtype), x)[0], before)
 
 
-@every
+@every_encoding
 def test_autocast_and_order_of_calls_change_nothing(case):
     scheme, x = case.build(), case.positions(2, t=9)
 
@@ -311,6 +304,7 @@ def test_autocast_and_order_of_calls_change_nothing(case):
         arguments = scheme.at(x)
         rho = arguments["isometry"] if isinstance(arguments["isometry"], tuple) else (arguments["isometry"],)
         tables = [term.table for term in arguments.get("terms", ())]
+        assert all(tensor.dtype in (torch.float32, torch.uint8, torch.int64) for side in rho for tensor in side.tensors())
         others = [arguments[name] for name in ("decay", "locality") if arguments.get(name) is not None]
         return [*(tensor for side in rho for tensor in side.tensors()), *tables, *others]
 
@@ -356,7 +350,7 @@ def test_other_sizes(case):
 GROUPED = [case for case in PRESETS if not isinstance(case.group, Line)]
 
 
-@pytest.mark.parametrize("case", GROUPED, ids=ids)
+@each("case", GROUPED, ids=ids)
 def test_decays_need_a_line(case):
     for decay in ("retnet", lambda: Decay(torch.ones(HEADS))):
         with pytest.raises(ValueError, match=r"decay: expected 'none', since a log decay needs positions on a line"):
@@ -369,13 +363,13 @@ def test_clipped_terms_take_no_decay_in_linear_attention():
     assert schemes.horn_clipped(8, 2, attention="softmax", decay="retnet").decay is not None
 
 
-@pytest.mark.parametrize("name", SOFTMAX_ONLY)
+@each("name", SOFTMAX_ONLY)
 def test_terms_of_logits_do_not_factor(name):
     with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds to logits"):
         schemes.REGISTRY[name](8, 2, attention="linear")
 
 
-@pytest.mark.parametrize("name", ["ape-sequence", "ape-tree", "ape-grid", "ape-ring", "ape-product"])
+@each("name", ["ape-sequence", "ape-tree", "ape-grid", "ape-ring", "ape-product"])
 def test_locality_is_of_logits(name):
     with pytest.raises(ValueError, match="locality: expected softmax attention, whose logits it multiplies, got linear"):
         schemes.REGISTRY[name](8, 2, locality=0.9)
@@ -397,7 +391,7 @@ def test_only_a_locality_on_a_grid_has_another_metric():
         schemes.ape_grid(8, 2, metric="euclid", locality=0.9, attention="softmax")
 
 
-@pytest.mark.parametrize("case", [case for case in PRESETS if case.inside], ids=ids)
+@each("case", [case for case in PRESETS if case.inside], ids=ids)
 def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
     with pytest.raises(ValueError, match=r"denominator: expected 'encoded' or 'none', .* ahead of the feature map"):
         case.build(denominator="plain")
@@ -406,7 +400,7 @@ def test_what_acts_ahead_of_the_feature_map_has_no_plain_denominator(case):
 NO_PAIRS = ["none", "lrpe-permutation", "ape-sequence", "cosformer", "horn-constrained"]
 
 
-@pytest.mark.parametrize("name", [*NO_PAIRS, "lrpe-orthogonal", "string"])  # the last two turn pairs that a real basis mixes
+@each("name", [*NO_PAIRS, "lrpe-orthogonal", "string"])  # the last two turn pairs that a real basis mixes
 def test_complex_denominators_need_pairs_that_turn(name):
     with pytest.raises(ValueError, match=r"denominator: expected .* rotates no pairs, got 'complex'"):
         schemes.REGISTRY[name](8, 2, denominator="complex")
@@ -438,7 +432,7 @@ def test_fixed_lrpe_in_the_identity_basis_is_rope():
     assert not torch.allclose(relative_scores("lrpe-orthogonal", learned=False), relative_scores("rope"))
 
 
-@pytest.mark.parametrize(("name", "pairs"), [("lrpe-unitary", 1), ("lrpe-orthogonal", 2)])
+@each(("name", "pairs"), [("lrpe-unitary", 1), ("lrpe-orthogonal", 2)])
 def test_lrpe_learns_its_angles_from_those_of_the_paper(name, pairs):
     """Types 1 and 2: alpha_t = 10000^(-2t/d) at first, learnable (Appendix D.1), a head its own; type 3 is fixed."""
     scheme = schemes.REGISTRY[name](16, HEADS)
@@ -461,8 +455,8 @@ def test_lrpe_on_complex_pairs_is_rope():
     close(attend(scheme, *content, x, causal=True), attend(rope, *content, x, causal=True))
 
 
-@pytest.mark.parametrize("theta", ["b", "c"])
-@pytest.mark.parametrize(
+@each("theta", ["b", "c"])
+@each(
     ("name", "options", "count"),
     [
         ("lrpe-unitary", {}, HEAD_DIM),
@@ -593,7 +587,7 @@ def test_ape_starts_as_rope():
     close(relative_scores("ape-sequence", base=77.0), relative_scores("rope", base=77.0), dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "option"),
     [
         ("rope", "learned"),
@@ -607,7 +601,7 @@ def test_learned_starts_as_fixed(name, option):
     close(relative_scores(name, **{option: True}), relative_scores(name, **{option: False}), dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options"),
     [
         ("string", {}),
@@ -678,7 +672,7 @@ def test_rope_is_equation_15():
     close(found, (a.conj() * b * torch.exp(-1j * angle)).real.sum(-1))
 
 
-@pytest.mark.parametrize("name", [name for name in schemes.REGISTRY if "seed" in schemes.options_of(name)])
+@each("name", [name for name in schemes.REGISTRY if "seed" in schemes.options_of(name)])
 def test_seeds_choose(name):
     made_of = {seed: schemes.REGISTRY[name](HEAD_DIM, HEADS, seed=seed) for seed in (1, 2)}
     x = ordered(made_of[1].group, 2, t=9, least=1)
@@ -707,7 +701,7 @@ def test_only_limited_schemes_have_a_max_length():
 # Text options
 
 
-@pytest.mark.parametrize("case", PRESETS, ids=ids)
+@each("case", PRESETS, ids=ids)
 def test_build_is_the_function(case):
     kind = case.kinds[-1]
     scheme = schemes.build(case.name, HEAD_DIM, HEADS, {"attention": kind})
@@ -740,7 +734,7 @@ BAD_TEXT = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_TEXT)
+@each(("arguments", "message"), BAD_TEXT)
 def test_bad_text(arguments, message):
     name, options = arguments
     with pytest.raises(ValueError, match=message):
@@ -768,15 +762,11 @@ def test_bad_values_of_every_scheme(case):
         schemes.REGISTRY[case.name](8, 2, dekay="retnet")
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
-        (lambda: schemes.rope(7), r"head size: expected an even number"),
-        (lambda: schemes.retnet(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.lrpe_orthogonal(7, 1), r"head size: expected an even number"),
         (lambda: schemes.retnet(7, 1, frequencies="torchscale"), r"head size: expected an even number"),
         (lambda: schemes.retnet(8, 1, frequencies="linspace"), r"frequencies: expected one of rope, torchscale"),
-        (lambda: schemes.ape_sequence(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.rope(8, rotary_dim=10), r"rotary_dim: expected an even number up to the head size 8, got 10"),
         (lambda: schemes.rope(8, rotary_dim=-2), r"expected"),
@@ -790,28 +780,17 @@ def test_bad_values_of_every_scheme(case):
             r"learned_basis: expected basis='householder'",
         ),
         (lambda: schemes.sinusoidal(5, 1), r"model_dim: expected an even width"),
-        (lambda: schemes.learned(8, 1, length=0), r"length: expected an integer of at least 1"),
-        (lambda: schemes.cosformer(8, 1, length=0), r"length: expected an integer of at least 1"),
-        (lambda: schemes.ape_ring(8, 1, period=1), r"period: expected an integer of at least 2"),
-        (lambda: schemes.ape_ring(7, 1), r"head size: expected an even number"),
         (lambda: schemes.rope(8, 2, decay=Decay(torch.ones(3))), r"decay: expected rates of 2 heads, got 3"),
         (lambda: schemes.rope(8, layout="llama"), r"layout: expected one of interleaved, half, got 'llama'"),
         (lambda: schemes.rope(8, layout="half", rotary_dim=3), r"head size: expected an even number"),
         (lambda: schemes.retnet(8, 2, original=True, attention="softmax"), r"original: expected linear attention"),
-        (lambda: schemes.xpos(7), r"head size: expected an even number"),
         (lambda: schemes.xpos(8, length=0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.xpos(8, base=0.0), r"base: expected a positive number"),
         (lambda: schemes.jordan(8, 2, order=5), r"order: expected at most the 4 pairs of a head, got 5"),
-        (lambda: schemes.jordan(8, 2, order=0), r"order: expected an integer of at least 1, got 0"),
         (lambda: schemes.jordan(8, 2, length=0.0), r"length: expected a positive number of steps, got 0"),
         (lambda: schemes.lrpe_unitary(7, 1, complex=True), r"head size: expected an even number"),
-        (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
         (lambda: schemes.lrpe_unitary(8, 1, theta="b", length=0), r"length: expected an integer of at least 1, got 0"),
-        (lambda: schemes.lrpe_unitary(8, 1, theta="a", length=0), r"length: expected an integer of at least 1, got 0"),
-        (
-            lambda: schemes.lrpe_orthogonal(8, 1, theta="c", length=2.5),
-            r"length: expected an integer of at least 1, got 2.5",
-        ),
+        (lambda: schemes.lrpe_unitary(8, 1, theta="d"), r"theta: expected one of a, b, c, got 'd'"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=3), r"head size: expected an even number .* got 5"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=8), r"identity: expected 0 to 7 features that do not rotate, got 8"),
         (lambda: schemes.lrpe_orthogonal(8, 1, identity=-2), r"identity: expected 0 to 7"),
@@ -819,33 +798,18 @@ def test_bad_values_of_every_scheme(case):
             lambda: schemes.lrpe_permutation(8, 1, basis="fourier", learned_basis=True),
             r"learned_basis: expected basis='householder'",
         ),
-        (lambda: schemes.permuteformer(8, 1, width=0), r"width: expected an integer of at least 1, got 0"),
-        (lambda: schemes.permuteformer(8, 1, width=1.5), r"width: expected an integer of at least 1, got 1.5"),
         (lambda: schemes.permuteformer(8, 1, matrix="skew"), r"matrix: expected one of permutation, identity, orthogonal"),
         (lambda: schemes.permuteformer(7, 1, matrix="orthogonal"), r"head size: expected an even number"),
         (lambda: schemes.permuteformer(8, 1, orders="short"), r"orders: expected one of random, long, got 'short'"),
         (lambda: schemes.permuteformer_2d(8, 1, orders="short"), r"orders: expected one of random, long"),
-        (lambda: schemes.permuteformer_2d(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.permuteformer_2d(2, 1, axes=3), r"head size: expected at least 3 features for 3 parts, got 2"),
-        (lambda: schemes.shaw(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
         (lambda: schemes.t5(8, 1, buckets=3), r"buckets: expected an even number"),
         (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance beyond the near ones"),
         (lambda: schemes.deberta(8, 1, buckets=2), r"buckets: expected at least 4"),
         (lambda: schemes.deberta(8, 1, max_distance=100), r"max_distance beyond 129, got 256 and 100"),
         (lambda: schemes.transformer_xl(8, 1, model_dim=5), r"width: expected an even number of sinusoids, got 5"),
-        (lambda: schemes.ape_sequence(8, 1, initial="zero"), r"initial: expected one of rope, identity, got 'zero'"),
         (lambda: schemes.ape_absolute(8, 1, side="both"), r"side: expected query or key, got 'both'"),
-        (lambda: schemes.ape_absolute(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.ape_absolute(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
-        (lambda: schemes.ape_grid(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_grid(8, 1, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
-        (lambda: schemes.ape_grid(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.ape_grid(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
-        (lambda: schemes.ape_ring(8, 1, period=0), r"period: expected an integer of at least 2, got 0"),
-        (lambda: schemes.ape_ring(8, 1, period=2.5), r"period: expected an integer of at least 2, got 2.5"),
-        (lambda: schemes.ape_tree(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.ape_tree(8, 1, branches=0), r"branches: expected an integer of at least 1, got 0"),
-        (lambda: schemes.ape_tree(8, 1, initial="zero"), r"initial: expected one of rope, identity"),
         (lambda: schemes.ape_product(8, 1, parts="sequence3"), r"parts: expected .* joined by \+, got 'sequence3'"),
         (lambda: schemes.ape_product(8, 1, parts="ring"), r"parts: expected .* joined by \+, got 'ring'$"),
         (
@@ -857,18 +821,8 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.ape_product(8, 1, parts="tree0"), r"branches: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_product(8, 1, parts="grid0"), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_product(8, 1, parts="grid5"), r"head size: expected at least 10 features for 5 parts"),
-        (lambda: schemes.ape_product(7, 1), r"head size: expected an even number"),
-        (lambda: schemes.horn_constrained(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
-        (lambda: schemes.horn_constrained(8, 1, sinusoids=0), r"sinusoids: expected an integer of at least 1, got 0"),
         (lambda: schemes.horn_constrained(8, 1, outside=-1), r"outside: expected a number of tokens, got -1"),
-        (lambda: schemes.horn_clipped(8, 1, axes=0), r"axes: expected an integer of at least 1, got 0"),
-        (lambda: schemes.horn_clipped(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
         (lambda: schemes.horn_clipped(8, 1, outside=-1), r"outside"),
-        (lambda: schemes.spe_sine(8, 1, sines=0), r"sines: expected an integer of at least 1, got 0"),
-        (lambda: schemes.spe_sine(8, 1, realizations=0), r"realizations: expected an integer of at least 1, got 0"),
-        (lambda: schemes.spe_conv(8, 1, reach=0), r"reach: expected an integer of at least 1, got 0"),
-        (lambda: schemes.spe_conv(8, 1, realizations=0), r"realizations: expected an integer of at least 1, got 0"),
-        (lambda: schemes.shiv_quirk(8, 1, branches=0), r"branches: expected an integer of at least 1, got 0"),
         (lambda: schemes.shiv_quirk(8, 1, branches=9), r"depth: expected .* of 9 branches in width 8"),
         (lambda: schemes.shiv_quirk(8, 1, depth=5), r"depth: expected 1 to 4 of 2 branches in width 8, got 5"),
     ],
@@ -876,6 +830,31 @@ def test_bad_values_of_every_scheme(case):
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+EVEN = "rope retnet lrpe-orthogonal ape-sequence ape-ring xpos ape-absolute ape-grid ape-tree ape-product"
+LEAST = {
+    1: """learned length, cosformer length, jordan order, lrpe-unitary length, lrpe-orthogonal length, permuteformer width,
+        permuteformer-2d axes, shaw reach, ape-grid axes, ape-tree branches, horn-constrained axes,
+        horn-constrained sinusoids, horn-clipped axes, horn-clipped reach, spe-sine sines, spe-sine realizations,
+        spe-conv reach, spe-conv realizations, shiv-quirk branches""",
+    2: "ape-ring period",
+}
+
+
+def test_options_have_least_values_and_pairs_need_an_even_head():
+    for name in EVEN.split():
+        with named(name), pytest.raises(ValueError, match="head size: expected an even number"):
+            schemes.REGISTRY[name](7, 1)
+    for least, options in LEAST.items():
+        for name, option in (row.split() for row in options.split(",")):
+            for wrong in (least - 1, least + 0.5):
+                message = f"{option}: expected an integer of at least {least}, got {wrong}"
+                with named(f"{name}: {option}={wrong}"), pytest.raises(ValueError, match=message):
+                    schemes.REGISTRY[name](8, 1, **{option: wrong})
+    for name in ("ape-sequence", "ape-absolute", "ape-grid", "ape-tree"):
+        with named(name), pytest.raises(ValueError, match="initial: expected one of rope, identity, got 'zero'"):
+            schemes.REGISTRY[name](8, 1, initial="zero")
 
 
 def test_at_names_keys_apart():
@@ -1007,8 +986,8 @@ def test_default_dtypes_change_nothing(case):
             assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@each("size", [1, 2])
+@each("head_dim", [64, 128])
 def test_weights_of_favor_sum_to_one(head_dim, size):
     q, k = size * torch.randn(2, 1, 2, 100, head_dim)
     scheme = schemes.none(head_dim, 2, feature_map="favor")
@@ -1031,7 +1010,7 @@ def test_terms_of_other_positions_are_refused():
                     softmax_attention(q, q, q, **at(scheme, sequence(t)))
 
 
-@pytest.mark.parametrize("name", ["shaw", "deberta", "horn-clipped"])
+@each("name", ["shaw", "deberta", "horn-clipped"])
 def test_autocast_reaches_no_bias(name):
     q, k, v = inputs(1, t=9, dtype=torch.float32)
     arguments = schemes.REGISTRY[name](HEAD_DIM, HEADS, attention="softmax").at(sequence(9))
@@ -1049,7 +1028,7 @@ def test_scales_beyond_float16_stay_inside_attention():
     close(out, exact, roundings=8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "message"),
     [
         (
@@ -1065,7 +1044,7 @@ def test_parts_that_do_not_fit(parts, message):
         schemes.Scheme(encodings.Identity(8), 2, **parts)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"attention": "softmax", "inside": True}, "inside: expected False beside softmax"),
@@ -1110,7 +1089,7 @@ def test_an_encoding_may_act_ahead_of_the_feature_map():
     close(linear_attention(q, k, v, **at(scheme, x)), weight @ v / weight.sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", ["none", "rope", "xpos", "cosformer"])
+@each("name", ["none", "rope", "xpos", "cosformer"])
 def test_a_decay_needs_heads(name):
     assert schemes.REGISTRY[name](8).heads == 1
     with pytest.raises(ValueError, match="heads: expected their number beside a decay"):
@@ -1126,7 +1105,7 @@ def test_arguments_of_one_attention_do_not_pass_for_the_other():
         softmax_attention(q, k, v, **schemes.rope(HEAD_DIM, HEADS).at(sequence(5)))
 
 
-@pytest.mark.parametrize("period", [2, 3, 5, 7, 12, 13, 129])
+@each("period", [2, 3, 5, 7, 12, 13, 129])
 def test_frequencies_of_a_ring_are_whole_turns_a_period_up_to_half_a_turn_a_step(period):
     ring = schemes.ape_ring(16, 2, period=period).encoding.encoding
     turns = ring.parameter.flatten() * period / (2 * math.pi)
@@ -1233,9 +1212,9 @@ def test_defaults_of_presets_are_those_of_the_papers():
     assert schemes.deberta(HEAD_DIM, HEADS).scale == (3 * HEAD_DIM) ** -0.5
 
 
-@pytest.mark.parametrize("name", ["horn-constrained", "horn-clipped", "rope", "none"])
-@pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@each("name", ["horn-constrained", "horn-clipped", "rope", "none"])
+@each("denominator", ["plain", "encoded", "none"])
+@each("dtype", [torch.float64, torch.float16])
 def test_favor_is_its_estimator_wherever_its_scales_do_not_divide_out(name, denominator, dtype):
     case = schemes.REGISTRY[name](HEAD_DIM, HEADS, feature_map="favor", denominator=denominator)
     (q, k, v), x = inputs(1, t=9), sequence(9)
@@ -1260,14 +1239,14 @@ def test_unknown_options_get_the_close_name():
 APART = [case for case in PRESETS if not isinstance(case.build().encoding, encodings.Encoding)]
 
 
-@pytest.mark.parametrize("case", APART, ids=ids)
+@each("case", APART, ids=ids)
 def test_what_maps_queries_and_keys_apart_says_so(case):
     encoding = case.build().encoding
     with pytest.raises(TypeError, match=f"query.* key.* since {type(encoding).__name__} maps them apart.* scheme.at"):
         encoding(sequence(3))
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@each("kind", ["linear", "softmax"])
 def test_cosformer_beyond_its_length_is_refused(kind):
     scheme = schemes.cosformer(HEAD_DIM, HEADS, length=16, attention=kind)
     for x in (sequence(16), sequence(16) - 15, sequence(16)[None] - torch.tensor([[[0]], [[9]]]).clamp_max(0)):
@@ -1280,7 +1259,7 @@ def test_cosformer_beyond_its_length_is_refused(kind):
     assert scheme.at(sequence(0))["isometry"].length == 0
 
 
-@pytest.mark.parametrize("axes", [2, 3])
+@each("axes", [2, 3])
 def test_orders_of_a_grid_are_those_of_its_axes(axes):
     scheme = schemes.permuteformer_2d(24, 3, axes=axes)
     encoding, unit = scheme.encoding, torch.eye(24, dtype=torch.float64)[:, None, None]
@@ -1316,11 +1295,11 @@ def test_values_print_shapes():
     assert repr(isopos.rope(8).encoding(sequence(3))) == "Rotation(table=float32 [1, 3, 4, 2], lifted=False)"
 
 
-def test_states_reports_and_primitives_print_within_a_screen():
+def test_states_and_reports_print_within_a_screen():
     scheme, content = isopos.deberta(16, 2), torch.randn(3, 1, 2, 100, 16)
     at = scheme.at(sequence(100), state=isopos.State())
     _, state = softmax_attention(*content, **at, causal=True, return_state=True)
-    values = [state, at, *canonical(scheme), isopos.laws.check(scheme)]
+    values = [state, at, isopos.laws.check(scheme)]
     for value in values:
         assert len(repr(value).splitlines()) <= 24
         assert max(map(len, repr(value).splitlines())) < 700
@@ -1363,7 +1342,7 @@ def test_what_positions_learn_does_not_shrink(case):
     torch.optim.AdamW([decaying, others])
 
 
-@pytest.mark.parametrize("theta", ["a", "b"])
+@each("theta", ["a", "b"])
 def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(theta):
     scheme = schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", theta=theta, length=40, learned=False)
     x = sequence(9)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import HEAD_DIM, HEADS, PRESETS, TOLERANCE, close, parents_first, perturb, scheme_case
+from cases import HEAD_DIM, HEADS, PRESETS, TOLERANCE, close, each, over_rows, parents_first, perturb, scheme_case
 from structures import over_structures
 
 from isopos import schemes
@@ -20,7 +20,9 @@ def crosses(case, kind):
     return case.build(attention=kind).decay is None or kind == "softmax"
 
 
-def made(case, kind, layers=2, **more):
+def made(case, kind, **more):
+    """Two layers for a preset; one shows what a structure is."""
+    layers = 2 if case in PRESETS else 1
     return perturb(Seq2Seq(VOCABULARY, VOCABULARY, WIDTH, layers, case.build(attention=kind), **more)).eval()
 
 
@@ -98,8 +100,8 @@ def test_step_by_step_is_whole_and_greedy_is_the_likeliest(case, kind):
         assert torch.equal(model.greedy(source, START, T, None, x, mask), tokens)
 
 
-@pytest.mark.parametrize("name", ["rope", "shaw", "ape-sequence", *TREES])
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@each("name", ["rope", "shaw", "ape-sequence", *TREES])
+@each("kind", ["linear", "softmax"])
 def test_a_padded_sample_is_what_it_is_alone(name, kind):
     case = scheme_case(name)
     if kind not in case.kinds:
@@ -124,8 +126,8 @@ def test_a_padded_sample_is_what_it_is_alone(name, kind):
         close(p.grad, before)
 
 
-@pytest.mark.parametrize("kind", ["linear", "softmax"])
-@pytest.mark.parametrize("name", ["rope", "ape-sequence", "t5", "sinusoidal"])
+@each("kind", ["linear", "softmax"])
+@each("name", ["rope", "ape-sequence", "t5", "sinusoidal"])
 def test_cross_attention_sees_true_positions(name, kind):
     """Both sides moved by as much: nothing changes with a relative scheme; one side alone: it does."""
     case = scheme_case(name)
@@ -144,23 +146,15 @@ def test_cross_attention_sees_true_positions(name, kind):
 ON_LINES_AND_TREES = [case for case in PRESETS if case.both_ways and (isinstance(case.group, Line) or case.name in TREES)]
 
 
-@pytest.mark.parametrize(
-    ("case", "tied"),
-    [
-        pytest.param(case, tied, id=case.id + "-tied" * tied)
-        for case in ON_LINES_AND_TREES
-        for tied in {False, case.id == "rope"}
-    ],
-)
-def test_one_step_reaches_every_parameter(case, tied):
+@over_rows(ON_LINES_AND_TREES)
+def test_one_step_reaches_every_parameter(case):
     kind = case.kinds[-1]
-    if not crosses(case, kind):
-        return
-    model = made(case, kind, tied=tied)
-    source, target, x, y = samples(case, 4, t=4 * T, s=4 * S)
-    model(source, target, x, y).square().mean().backward()
-    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert not silent
+    for tied in {False, case.id == "rope"} if crosses(case, kind) else ():
+        model = made(case, kind, tied=tied)
+        source, target, x, y = samples(case, 4, t=4 * T, s=4 * S)
+        model(source, target, x, y).square().mean().backward()
+        silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert not silent
 
 
 def test_tied_vectors_are_one_matrix_and_untied_ones_are_three():
@@ -176,7 +170,7 @@ def test_tied_vectors_are_one_matrix_and_untied_ones_are_three():
         Seq2Seq(11, 11, WIDTH, 1, schemes.rope(HEAD_DIM, HEADS), norm="batch")
 
 
-@pytest.mark.parametrize("name", ["ape-sequence", "ape-tree"])
+@each("name", ["ape-sequence", "ape-tree"])
 def test_locality_weighs_cross_attention_and_recomputation_changes_nothing(name):
     case = scheme_case(name)
     near = perturb(Seq2Seq(VOCABULARY, VOCABULARY, WIDTH, 2, case.build(attention="softmax", locality=0.5)))

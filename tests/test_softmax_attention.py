@@ -6,6 +6,7 @@ from cases import (
     HEAD_DIM,
     HEADS,
     close,
+    each,
     gradients,
     inputs,
     perturb,
@@ -29,8 +30,8 @@ def test_scale_and_default():
     close(softmax_attention(q, k, v, isometry=lift), softmax_by_definition(q, k, v, isometry=lift, scale=HEAD_DIM**-0.5))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
+@each("causal", [True, False])
+@each("masked", [True, False])
 def test_autocast_softmax_is_finite(masked, causal):
     t = 70
     leaves = inputs(2, t=t, dtype=torch.float32, requires_grad=True)
@@ -64,9 +65,9 @@ def of_pairs(shape, dtype):
     return takes_part if dtype == torch.bool else torch.where(takes_part, added, -torch.inf).to(dtype)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-@pytest.mark.parametrize(
+@each("causal", [True, False])
+@each("dtype", [torch.bool, torch.float64])
+@each(
     ("name", "shape"),
     [(name, shape) for name in SOME for shape in (PAIRS if name in ("rope", "deberta") else WHOLE)],
     ids=str,
@@ -83,10 +84,10 @@ def test_a_mask_of_pairs_is_that_of_the_definition(name, shape, dtype, causal):
     same_everywhere(out, expected, learned)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-@pytest.mark.parametrize("own", [1, 2])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("samples", [(), (1,), (2,)], ids=str)
+@each("dtype", [torch.bool, torch.float64])
+@each("own", [1, 2])
+@each("heads", [1, 4])
+@each("samples", [(), (1,), (2,)], ids=str)
 def test_a_mask_of_pairs_has_the_heads_of_queries(samples, heads, own, dtype):
     q, *_ = inputs(2, t=T, heads=4)
     _, k, v = inputs(2, t=T, s=S, heads=own)
@@ -95,8 +96,8 @@ def test_a_mask_of_pairs_has_the_heads_of_queries(samples, heads, own, dtype):
     close(softmax_attention(q, k, v, attn_mask=mask), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("of_mask", [torch.bool, torch.float32, torch.float64, torch.float16])
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("of_mask", [torch.bool, torch.float32, torch.float64, torch.float16])
 def test_masks_of_pairs_of_any_dtype(dtype, of_mask):
     leaves = inputs(2, t=T, s=S, dtype=dtype, requires_grad=True)
     mask = of_pairs((2, 1, T, S), of_mask)
@@ -154,8 +155,8 @@ def test_a_mask_of_pairs_in_a_stream_counts_all_keys():
     close(torch.cat(found, -2), softmax_by_definition(q, k, v, **at, causal=True, attn_mask=mask))
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "ape-sequence-locality"])
-@pytest.mark.parametrize("empty", [0.0, torch.nan])
+@each("name", ["rope", "alibi", "t5", "ape-sequence-locality"])
+@each("empty", [0.0, torch.nan])
 def test_a_static_cache(name, empty):
     """Keys and values of a capacity, of which more and more slots are filled, in place."""
     scheme, capacity = scheme_case(name).build(attention="softmax"), 12
@@ -171,7 +172,7 @@ def test_a_static_cache(name, empty):
     close(torch.cat(found, -2), whole)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"attn_mask": torch.ones(T, S).long()}, "attn_mask: expected bool, .* or floats, which are added, got torch.int64"),
@@ -203,7 +204,7 @@ def test_linear_attention_refuses_a_mask_of_pairs():
 # Dropout
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 3}, {"locality": torch.ones(40, 40)}], ids=str)
+@each("options", [{}, {"causal": True}, {"window": 3}, {"locality": torch.ones(40, 40)}], ids=str)
 def test_dropout_drops_weights_and_divides_the_others(options):
     q, k, _ = inputs(2, t=40, dtype=torch.float32)
     v = torch.eye(40).expand(2, HEADS, 40, 40)  # outputs are the weights
@@ -214,7 +215,7 @@ def test_dropout_drops_weights_and_divides_the_others(options):
     assert 0.7 < kept.sum() / (exact != 0).sum() < 0.8
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+@each("which", [0, 1, 2], ids="qkv")
 def test_one_of_three_may_have_samples_that_the_others_share(which):
     inputs = [torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(3)]
     inputs[which] = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import HEADS, close, inputs, same_everywhere
+from cases import HEADS, close, each, inputs, same_everywhere
 
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.positions import grid, sequence
@@ -19,9 +19,9 @@ def term_of(side, *batch, t=3, s=6, heads=HEADS):
     return Indexed(table(side, heads), side, torch.randint(N, (*batch, t, s)))
 
 
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("batch", [(), (1,), (2,)])
-@pytest.mark.parametrize("side", ["query", "key", "none"])
+@each("heads", [1, HEADS])
+@each("batch", [(), (1,), (2,)])
+@each("side", ["query", "key", "none"])
 def test_scores_by_definition(side, batch, heads):
     term = term_of(side, *batch, heads=heads)
     q, k, _ = leaves = inputs(2, t=3, s=6, d=D, requires_grad=True)
@@ -34,7 +34,7 @@ def test_scores_by_definition(side, batch, heads):
         close(found[b, h, i, j], expected)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
+@each("batch", [(), (2,)])
 def test_values_by_definition(batch):
     term = term_of("value", *batch)
     weight = torch.rand(2, HEADS, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -42,7 +42,7 @@ def test_values_by_definition(batch):
     same_everywhere(term.values(weight), expected, [weight, term.table])
 
 
-@pytest.mark.parametrize(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
+@each(("axes", "outside"), [(1, 0), (1, 2), (2, 0), (2, 1)])
 def test_clipped_buckets_are_clipped_offsets(axes, outside):
     positions = sequence(7) if axes == 1 else grid(2, 4)[:7]
     x, y = 2 * positions[3:], positions
@@ -67,7 +67,7 @@ def test_terms_are_immutable_values():
     assert set(SIDES) == {"query", "key", "none", "value"}
 
 
-@pytest.mark.parametrize("attention", [linear_attention, softmax_attention])
+@each("attention", [linear_attention, softmax_attention])
 def test_bad_terms_are_refused(attention):
     q, k, v = inputs(2, t=3, d=D)
 
@@ -81,7 +81,7 @@ def test_bad_terms_are_refused(attention):
             call(Clipped(wrong, "query", sequence(3), sequence(3), 2))
 
 
-@pytest.mark.parametrize("side", SIDES)
+@each("side", SIDES)
 def test_linear_attention_refuses_what_does_not_factor(side):
     q, k, v = inputs(2, t=3, d=D, e=D)
     with pytest.raises(ValueError, match=rf"terms: expected clipped terms .* of side '{side}'.*does not factor"):
@@ -105,8 +105,8 @@ def test_locality_has_a_factor_for_each_pair():
             softmax_attention(q, k, v, locality=wrong)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize("side", SIDES)
+@each("batch", [(), (2,)])
+@each("side", SIDES)
 def test_offsets_are_looked_up(batch, side):
     x, y = (torch.randint(-20, 20, (*batch, t, 1)) for t in (4, 7))
     buckets = torch.randint(N, (11,))  # of offsets from -5 to 5
@@ -121,7 +121,7 @@ def test_offsets_are_looked_up(batch, side):
     assert Clipped(table(side), side, x, y, 2, outside=1).bucket(2) is None
 
 
-@pytest.mark.parametrize("kernel", ["log", "power"])
+@each("kernel", ["log", "power"])
 def test_kernels_are_computed_when_asked_for(kernel):
     x, y = (torch.randint(20, (2, t, 1)).double() for t in (4, 7))
     rates = (torch.rand(HEADS, 2, dtype=torch.float64) + 0.5).requires_grad_()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import close, gradients, same_everywhere
+from cases import close, each, gradients, same_everywhere
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
@@ -111,9 +111,9 @@ def test_path_is_its_definition_with_gradients(size, x, heads):
         ops.CHUNK = chunk
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
-@pytest.mark.parametrize("n", [0, 1, 9])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@each("batch", [(), (3,), (2, 3), (0,), (2, 0)])
+@each("n", [0, 1, 9])
+@each("dtype", [torch.int64, torch.int32])
 def test_batches_of_trees(batch, n, dtype):
     generator, x = generators(3, 2, requires_grad=True), Tree(BRANCHES).random(*batch, n).to(dtype)
     out = ops.path(generator, x)
@@ -222,8 +222,8 @@ def test_products_are_words_joined_and_operators_multiplied(data):
     close(ops.path(generator, xy)[:, -n:], ops.path(generator, x) @ ops.path(generator, y))
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@each("batch", [(), (3,), (2, 3)])
+@each("group", GROUPS, ids=str)
 def test_products_form_a_monoid(group, batch):
     x, y, z = (group.random(*batch, 7) for _ in range(3))
 
@@ -245,7 +245,7 @@ def test_products_form_a_monoid(group, batch):
         group.compose(group.inverse(x), y)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@each("group", GROUPS, ids=str)
 def test_a_shift_is_a_product_with_one_element(group):
     s, x = group.random(2, 1, 5), group.random(3, 7)
     repeated = torch.cat((s, s[..., -1:, :].expand(2, 1, 6, -1)), -2)
@@ -292,7 +292,7 @@ def test_distance_of_batches():
     assert group.distance(group.origin(0), group.origin(0)).shape == (0, 0)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
+@each("group", GROUPS, ids=str)
 def test_distance_is_a_metric_kept_by_shifts(group):
     x, shift = group.random(3, 20), group.random(6)
     distance = group.distance(x, x)
@@ -335,7 +335,7 @@ def test_groups_are_values():
     assert Product((Line(), Tree(2))).origin(2).tolist() == [[0, -1, -1]] * 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "message"),
     [
         ([[-1, -1], [2, 0]], r"parents from 0 to 1, got \[2, 0\] in row 1"),
@@ -414,7 +414,7 @@ def test_forests_and_batches_keep_words(x, more):
     assert forest([]).shape == (0, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         [-1, 0, 0, 1, 1],
@@ -502,8 +502,8 @@ def test_a_treebank():
     close(ops.path(generator, batch), ops.path_naive(generator, batch))
 
 
-@pytest.mark.parametrize("read", [tree, tree_labels])
-@pytest.mark.parametrize(
+@each("read", [tree, tree_labels])
+@each(
     ("source", "message"),
     [
         ("", "empty text"),
@@ -530,7 +530,7 @@ def test_bad_sources(read, source, message):
         read(source)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: tree([-1, 2]), "rows from 0 to 1 as parents, got 2 in row 1; a list that holds nothing but integers"),

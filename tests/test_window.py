@@ -11,6 +11,7 @@ from cases import (
     HEADS,
     TOLERANCE,
     close,
+    each,
     inputs,
     inputs_of,
     perturb,
@@ -28,8 +29,8 @@ from isopos.positions import Line, sequence
 from isopos.state import State
 
 T = 23
-both = pytest.mark.parametrize("kind", ATTENTION)
-causality = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+both = each("kind", ATTENTION)
+causality = each("causal", [True, False], ids=["causal", "both-ways"])
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def _short_blocks(monkeypatch):
     monkeypatch.setattr(softmax, "BLOCK", 4)
 
 
-@both
+@pytest.mark.parametrize("kind", ATTENTION)
 @given(data=st.data())
 def test_any_shape_is_the_definition(kind, data):
     number, choice = st.integers(1, 40), st.booleans()
@@ -72,7 +73,7 @@ def test_every_structure_on_a_line(case, kind):
 
 
 @both
-@pytest.mark.parametrize("heads", [2, 4])
+@each("heads", [2, 4])
 def test_query_heads_share_key_heads(kind, heads):
     scheme = isopos.rope(HEAD_DIM, heads, attention=kind, decay="retnet")
     q, *_ = inputs(2, t=T, heads=4)
@@ -96,7 +97,7 @@ def test_a_window_that_holds_all_is_none(kind, causal):
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_dtype(kind, dtype):
     q, k, v = inputs(2, t=100, dtype=dtype)
     options = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet").at(sequence(100)) | {"causal": True, "window": 16}
@@ -131,7 +132,7 @@ def test_softmax_attention_looks_at_no_more_than_the_windows_of_a_block(monkeypa
 
 @both
 @causality
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_what_is_broken_outside_a_window_is_not_seen(kind, causal, dtype):
     q, k, v = inputs(1, t=T, dtype=dtype)
     options = {"causal": causal, "window": 4} | ({"feature_map": elu1} if kind == "linear" else {})
@@ -145,7 +146,7 @@ def test_what_is_broken_outside_a_window_is_not_seen(kind, causal, dtype):
 
 
 @causality
-@pytest.mark.parametrize("broken", range(6, 12))
+@each("broken", range(6, 12))
 def test_what_decayed_to_nothing_within_a_window_is_not_seen(causal, broken):
     """Wherever the borders of blocks are, its weight is zero, and zero times NaN is NaN."""
     q, k, v = inputs(t=T, dtype=torch.float32)
@@ -169,8 +170,8 @@ def test_under_a_compiler(kind):
 # Streams
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "ape-sequence-locality", "transformer-xl"])
-@pytest.mark.parametrize("cuts", [[0, T], [0, 12, 20, T], [0, *range(2, T + 1)]], ids=["whole", "chunks", "steps"])
+@each("name", ["rope", "alibi", "t5", "ape-sequence-locality", "transformer-xl"])
+@each("cuts", [[0, T], [0, 12, 20, T], [0, *range(2, T + 1)]], ids=["whole", "chunks", "steps"])
 def test_a_stream_is_the_whole(name, cuts):
     scheme = perturb(scheme_case(name).build(attention="softmax"))
     content, ids = inputs(2, t=T), torch.tensor([0] * 10 + [1] * (T - 10)).expand(2, T)
