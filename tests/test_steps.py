@@ -19,8 +19,9 @@ from isopos.nn import steps as steps_module
 from isopos.nn.steps import AHEAD
 from isopos.ops import library
 from isopos.ops.library import libraries
-from isopos.ops.linear import Clamped, torch_step
-from isopos.ops.linear.prepared import Prepared
+from isopos.ops.linear import Clamped
+from isopos.ops.linear.cpu_step import CpuSteps
+from isopos.ops.linear.step import TorchSteps
 from isopos.positions import Line
 from isopos.state import State
 
@@ -38,8 +39,8 @@ def _without_gradients():
 @pytest.fixture
 def prepared(monkeypatch):
     """Calls of prepared steps so far."""
-    calls, call = [], Prepared.__call__
-    monkeypatch.setattr(Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    calls, call = [], CpuSteps.__call__
+    monkeypatch.setattr(CpuSteps, "__call__", lambda *args: calls.append(1) or call(*args))
     return calls
 
 
@@ -126,8 +127,8 @@ def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominato
     """The same operations as `linear_attention` has without a kernel, but for checks: bit for bit."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     monkeypatch.setattr(steps_module, "AHEAD", 4)
-    calls, call = [], torch_step.Prepared.__call__
-    monkeypatch.setattr(torch_step.Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    calls, call = [], TorchSteps.__call__
+    monkeypatch.setattr(TorchSteps, "__call__", lambda *args: calls.append(1) or call(*args))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         scheme, length = perturb(schemes.REGISTRY[name](16, 3, denominator=denominator)), 11
         given, steps = content(scheme, length, 2, dtype=dtype), Steps(scheme)
@@ -192,6 +193,18 @@ def test_layouts_may_change(prepared):
             v = torch.stack((v, v), -1)[..., 0]  # every other number
         assert torch.equal(steps(q, k, v), expected[..., i : i + 1, :])
     assert len(prepared) == 7  # all but the first and the last layout
+
+
+@NEEDED
+def test_another_layout_may_stay_when_tables_are_made_again(monkeypatch, prepared):
+    monkeypatch.setattr(steps_module, "AHEAD", 3)
+    scheme = isopos.rope(32, 3)
+    given, steps = content(scheme, 12, 2), Steps(scheme)
+    expected, _ = by_states(scheme, given)
+    for i, (q, k, v) in enumerate(tokens(given)):
+        q = q if i < 2 else torch.cat((q, q), -1)[..., :32]  # rows with a gap after each
+        assert torch.equal(steps(q, k, v), expected[..., i : i + 1, :])
+    assert len(prepared) == 11
 
 
 @NEEDED

@@ -15,7 +15,7 @@ from isopos.nn import Steps, steps
 from isopos.ops import gpu
 from isopos.ops.linear import Clamped
 from isopos.ops.linear.cpu import CPU
-from isopos.ops.linear.triton_step import STEP, Prepared
+from isopos.ops.linear.triton_step import STEP, TritonSteps
 from isopos.state import State
 
 DEVICE = "cpu" if gpu.interpreted() else "cuda"
@@ -167,8 +167,8 @@ def test_an_index_that_is_none_gives_nan():
 def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
     monkeypatch.setattr(steps, "AHEAD", 3)
     scheme = schemes.REGISTRY[name](8, 2)
-    given, calls, call = content(scheme, 9, 2, dtype=dtype), [], Prepared.__call__
-    monkeypatch.setattr(Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    given, calls, call = content(scheme, 9, 2, dtype=dtype), [], TritonSteps.__call__
+    monkeypatch.setattr(TritonSteps, "__call__", lambda *args: calls.append(1) or call(*args))
     layer = Steps(scheme)
     beside = Steps(scheme, beside=layer)
     found = []

@@ -9,8 +9,9 @@ from torch import Tensor
 from isopos.attention.linear import linear_attention, sums_of
 from isopos.attention.problem import LinearProblem, check_linear
 from isopos.attention.softmax import softmax_attention
-from isopos.ops.linear import torch_step, triton_step
-from isopos.ops.linear.prepared import Prepared
+from isopos.ops.linear.cpu_step import CpuSteps
+from isopos.ops.linear.step import TorchSteps
+from isopos.ops.linear.triton_step import TritonSteps
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State, expect_state
 
@@ -19,7 +20,7 @@ __all__ = ["Steps"]
 AHEAD = 64  # tokens whose tables are made at once
 MOST = 1 << 24  # numbers that these may hold
 
-AnyPrepared = Prepared | triton_step.Prepared | torch_step.Prepared
+AnyPrepared = CpuSteps | TritonSteps | TorchSteps
 
 
 class Steps:
@@ -138,7 +139,7 @@ class Steps:
         problem = check_linear(q, k, v, again, streams=True)
         step = sums_of(problem)
         if _bare(problem) and all(a is b for a, b in zip(step.inputs, (q, k, v), strict=True)):
-            kinds = Prepared, triton_step.Prepared, torch_step.Prepared
+            kinds = CpuSteps, TritonSteps, TorchSteps
             self._prepared, self._problem = next(filter(None, (kind.of(step) for kind in kinds)), None), problem
             self._rows = range(self.length + 1, self.length + 1)
             self._decay = None if problem.before is None else problem.before[..., None]

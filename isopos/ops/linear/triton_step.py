@@ -186,7 +186,7 @@ class Step(Backend):
 STEP = Step()
 
 
-class Prepared:
+class TritonSteps:
     """Steps that write over the sums of a stream, one launch each.
 
     Args:
@@ -202,12 +202,12 @@ class Prepared:
         self.sums, self.inputs, self.sides, self.weights = sums.stream.sums, sums.inputs, self.plan.sides, None
 
     @classmethod
-    def of(cls, sums: Sums) -> "Prepared | None":
+    def of(cls, sums: Sums) -> "TritonSteps | None":
         """The steps after this one, if the kernel serves them."""
         return cls(sums) if sums.stream is not None and not STEP.serves(sums) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.prepared.Prepared` does."""
+        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu_step.CpuSteps` does."""
         found = [_side(own, x) for own, x in zip(features, self.inputs, strict=False)]
         self.sides, self.weights = (*(own[0] for own in found if own is not None), self.plan.sides[2]), weights
         assert len(self.sides) == 3

@@ -1,4 +1,4 @@
-"""Steps of a stream in the C kernel, prepared: what one step was checked for holds for those after it."""
+"""Steps of a stream in the C kernel: what one step was checked for holds for those after it."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from isopos.ops.linear.cpu import CPU, Closed
 from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 
-__all__ = ["Prepared"]
+__all__ = ["CpuSteps"]
 
 
-class Prepared:
+class CpuSteps:
     """Steps that write over the sums of a stream, one call of the library each.
 
     Args:
@@ -36,7 +36,7 @@ class Prepared:
         self.flags, self.split = call.flags, call.split
 
     @classmethod
-    def of(cls, sums: Sums) -> "Prepared | None":
+    def of(cls, sums: Sums) -> "CpuSteps | None":
         """The steps after this one, if the C kernel serves them."""
         if sums.stream is None:
             return None
@@ -50,7 +50,7 @@ class Prepared:
             features: Those of queries and keys, with tables as the step had, of n tokens.
             weights: What the sums before each of these tokens weigh, float32 ``[n all]``; None where all weigh 1.
         """
-        self.alive = [weights]
+        self.alive, self.strides = [weights], [()] * 3  # `describe` says where the first step's inputs lie
         for part, own, x in zip(self.parts, features, self.inputs, strict=False):
             closed = Closed.of(own, x)
             assert closed is not None
