@@ -28,7 +28,7 @@ encodings
 contragredient couplings generators
 attention
 scheme
-schemes
+schemes stream
 nn
 laws models
 integrations

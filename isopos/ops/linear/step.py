@@ -8,7 +8,7 @@ from torch import Tensor
 from isopos.exact import broadcast, full_precision, narrow
 from isopos.ops.library import watched
 from isopos.ops.linear.division import clamp, divide
-from isopos.ops.linear.features import ALL_READY, Decays, Features, Stream, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums, with_ones
 from isopos.ops.place import Place
 
 __all__ = ["TorchSteps", "carry", "weighed"]
@@ -39,7 +39,7 @@ def _carried(
     k: Tensor,
     v: Tensor,
     g: Decays,
-    stream: Stream,
+    stream: Past,
     state: Tensor | None,
     linear: Callable[[Sums], Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -56,12 +56,7 @@ def _carried(
         exponents = last - key, last - start, query - last, query - start
         to_end, across, from_end, from_start = (narrow(x.exp(), k.dtype, k.device)[..., None] for x in exponents)
     if q.shape[-2] == 1:
-        if state is None:
-            after = k.mT @ v
-        elif stream.in_place:
-            after = state.copy_(weighed(state, across)).addcmul_(k.mT, v)
-        else:
-            after = torch.addcmul(weighed(state, across), k.mT, v)
+        after = k.mT @ v if state is None else torch.addcmul(weighed(state, across), k.mT, v)
         return (q if from_end is None else q * from_end) @ after, after
     after = weighed(k, to_end).mT @ (v if to_end is None else torch.where(to_end == 0, 0, v))
     batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -89,7 +84,10 @@ class TorchSteps:
 
     Attributes:
         sums: Those of all tokens so far.
+        few: Of `isopos.ops.linear.cpu.CpuSteps`.
     """
+
+    few = 4
 
     def __init__(self, sums: Sums):
         assert sums.stream is not None
@@ -109,7 +107,7 @@ class TorchSteps:
         return cls(sums) if all(own.mask is None for own in sums.features) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu_step.CpuSteps` does."""
+        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
         query, key = self.features = features
         shapes = {x.shape for x in self.inputs[:2]}
         self.alike = query.phi is key.phi and query.map is key.map and query.kinds is not None and len(shapes) == 1

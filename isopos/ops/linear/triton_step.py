@@ -1,4 +1,4 @@
-"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place if they may be.
+"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place by `TritonSteps`.
 
 Sums and arithmetic are float32, whatever the dtype of queries, keys and values.
 """
@@ -175,11 +175,9 @@ class Step(Backend):
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         plan, v, stream = sums.notes["plan"], sums.v, sums.stream
         assert stream is not None
-        after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
+        after = tuple(torch.empty_like(x) for x in stream.sums)
         out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
         plan(plan.sides, stream.sums, after, sums.across, 0, out)
-        if stream.in_place:
-            torch.autograd.graph.increment_version(after)
         return out, after
 
 
@@ -194,7 +192,10 @@ class TritonSteps:
 
     Attributes:
         sums: Those of all tokens so far.
+        few: Of `isopos.ops.linear.cpu.CpuSteps`.
     """
+
+    few = 4
 
     def __init__(self, sums: Sums):
         assert sums.stream is not None
@@ -207,7 +208,7 @@ class TritonSteps:
         return cls(sums) if sums.stream is not None and not STEP.serves(sums) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu_step.CpuSteps` does."""
+        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
         found = [_side(own, x) for own, x in zip(features, self.inputs, strict=False)]
         self.sides, self.weights = (*(own[0] for own in found if own is not None), self.plan.sides[2]), weights
         assert len(self.sides) == 3
