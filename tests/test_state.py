@@ -308,9 +308,9 @@ def test_in_place_is_a_stream_now():
         state = State(in_place=True)
     q, k, v = inputs(1, t=2)
     _, after = linear_attention(q, k, v, causal=True, state=state, return_state=True)
-    sums = after["sum0"].clone()
+    sums = after.tensors["sum0"].clone()
     linear_attention(q[..., :1, :], k[..., :1, :], v[..., :1, :], causal=True, state=after, return_state=True)
-    assert torch.equal(after["sum0"], sums)
+    assert torch.equal(after.tensors["sum0"], sums)
 
 
 @pytest.mark.parametrize("kind", ATTENTION)

@@ -118,19 +118,6 @@ def test_every_scheme(case, kind):
     assert same(stream.state, state, near)
 
 
-@every
-def test_every_scheme_in_chunks_and_tokens(monkeypatch, case, kind):
-    scheme = perturb(case.build(attention=kind, **({"denominator": "none"} if kind == "linear" else {})))
-    given = content(scheme, 12, 2)
-    expected, _ = by_states(scheme, given)
-    for short in (True, False):
-        if not short:
-            no_few(monkeypatch)
-        stream = Stream(scheme)
-        assert near(called(stream, given, 0, 3, 4, 5, 8, 8, 11, 12), expected)
-        assert stream.length == 12
-
-
 @pytest.mark.parametrize("decay", ["none", "retnet"])
 def test_a_shape_is_checked_once(monkeypatch, checks, decay):
     no_few(monkeypatch)

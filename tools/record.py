@@ -138,7 +138,8 @@ class Case:
         with torch.set_grad_enabled(graph):
             for start, stop in itertools.pairwise(cuts):
                 if kept is not None:
-                    outputs.append(kept(*(a[..., start:stop, :] for a in content), x[start:stop]))
+                    q, k, v = (a[..., start:stop, :] for a in content)
+                    outputs.append(kept(q, k, v, x[start:stop]))
                     state = kept.state
                     continue
                 arguments = {**self.scheme.at(x[start:stop], state=state, dtype=self.wide)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
 from isopos.ops.library import KIND, TYPES, Call, Decay, Flags, Input, Sizes, State, View, flat, view, whole
-from isopos.ops.linear.autograd import needs, refusal
+from isopos.ops.linear.autograd import needs, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
@@ -408,20 +408,10 @@ class Cpu(Walking):
         return f"features come up to {library.WIDEST}, not {widest}" if widest > library.WIDEST else ""
 
     def _refuses_step(self, sums: Sums) -> str:
-        (q, k, v), stream, tensors = sums.inputs, sums.stream, sums.tensors
-        assert stream is not None
-        if q.shape[-2] > 1 or not stream.sums:
-            return "a step is one token after others"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return "a step has no gradients"
-        if torch.compiler.is_compiling():
-            return "a compiler cannot trace a step"
-        if sums.denominator == "column":
-            return "a step divides at once"
-        if why := library.unreadable(*tensors):
+        if why := refuses_step(sums) or library.unreadable(*sums.tensors):
             return why
-        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
-            return "a step has one log decay, and another before it"
+        (q, k, v), stream = sums.inputs, sums.stream
+        assert stream is not None
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
             return "a step has one state a query, and at most two axes of heads and samples"
@@ -469,7 +459,8 @@ class Cpu(Walking):
         assert sums.stream is not None
         steps = CpuSteps(sums, tuple(torch.empty_like(x) for x in sums.stream.sums))
         steps.take(sums.notes["step"][1][:2], sums.across)
-        return steps(*steps.inputs, 0), steps.sums
+        q, k, v = steps.inputs
+        return steps(q, k, v, 0), steps.sums
 
 
 CPU = Cpu()

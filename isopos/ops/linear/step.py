@@ -7,6 +7,7 @@ from torch import Tensor
 
 from isopos.exact import broadcast, full_precision, narrow
 from isopos.ops.library import watched
+from isopos.ops.linear.autograd import refuses_step
 from isopos.ops.linear.division import clamp, divide
 from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums, with_ones
 from isopos.ops.place import Place
@@ -99,12 +100,7 @@ class TorchSteps:
     @classmethod
     def of(cls, sums: Sums) -> "TorchSteps | None":
         """The steps after this one, if they are sums and a division."""
-        stream = sums.stream
-        if stream is None or sums.q.shape[-2] > 1 or not stream.sums or sums.denominator == "column":
-            return None
-        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
-            return None
-        return cls(sums) if all(own.mask is None for own in sums.features) else None
+        return cls(sums) if not refuses_step(sums) and all(own.mask is None for own in sums.features) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
         """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isopos.ops import gpu
 from isopos.ops.library import flat
-from isopos.ops.linear.autograd import Backend
+from isopos.ops.linear.autograd import Backend, refuses_step
 from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton import Closed
@@ -141,17 +141,12 @@ class Step(Backend):
         return self._plan(sums)[1]
 
     def _plan(self, sums: Sums) -> tuple[Plan | None, str]:
-        (q, k, v), stream = sums.inputs, sums.stream
-        if stream is None or q.shape[-2] > 1 or not stream.sums:
-            return None, "it sums up one token of a stream, after others"
-        if why := gpu.unreadable(*sums.tensors):
+        if why := refuses_step(sums) or gpu.unreadable(*sums.tensors):
             return None, why
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
-            return None, "a step has no gradients, and no compiler traces it"
-        if sums.denominator == "column" or sums.dtype != torch.float32:
-            return None, "a step divides at once, in float32"
-        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
-            return None, "a step has one log decay, and another before it"
+        (q, k, v), stream = sums.inputs, sums.stream
+        assert stream is not None
+        if sums.dtype != torch.float32:
+            return None, "a step sums up float32"
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
             return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
