@@ -49,7 +49,8 @@ class Stream:
         scheme: The scheme that sees positions.
         state: The tokens before; it is not changed.
         length: The number of tokens before, needed with a state that has some. It is the position of the next token.
-        tables_from: A stream of another layer with the same scheme and length. The scheme is evaluated once for both.
+        tables_from: A stream of another layer with the same scheme, length and positions. The scheme is evaluated once for
+            both.
         beside: The name of `tables_from` in version 0.1.
 
     Raises:
@@ -97,7 +98,7 @@ class Stream:
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._tables = Tables(scheme) if tables_from is None else tables_from._tables
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
-        self._placed: set[Any] = set()  # shapes of positions that a check has seen
+        self._positioned: set[Any] = set()  # shapes of positions that a check has seen
         self._chunks: dict[Any, LinearProblem] = {}  # checked, without tensors, by what was checked
         self._steps: TokenSteps | None = None  # of one token; while there are some, the sums are theirs
         self._problem: LinearProblem  # that they were made for
@@ -119,7 +120,7 @@ class Stream:
         if options or (torch.is_grad_enabled() and self._differentiable(q, k, v, x)) or torch.compiler.is_compiling():
             return self._checked(q, k, v, x, options)
         steps = self._steps
-        if steps is None or not steps.fits(q, k, v) or (x is not None and _key(x) not in self._placed):
+        if steps is None or not steps.fits(q, k, v) or (x is not None and _key(x) not in self._positioned):
             return self._chunk(q, k, v, x)
         if x is not None or self.length not in self._rows:
             self._look_ahead(steps, x)
@@ -141,8 +142,7 @@ class Stream:
         self._tables = state["ahead"]
 
     def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> bool:
-        learned = self._learns or (x is not None and x.requires_grad)
-        return learned or any(getattr(a, "requires_grad", False) for a in (q, k, v))  # checks say what is no tensor
+        return self._learns or any(getattr(a, "requires_grad", False) for a in (q, k, v, x))  # checks say what is no tensor
 
     def _at(self, q: Tensor, count: int, x: Tensor | None, state: State, *, shared: bool = True) -> Arguments:
         """The scheme at x, or at so many positions from `length` on, for queries like q."""
@@ -150,8 +150,10 @@ class Stream:
             raise ValueError(
                 f"x: expected positions, which go on by one on a line or a ring only, got none of {self.scheme.group}"
             )
-        tables, dtype = self._tables if shared else Tables(self.scheme), torch.promote_types(q.dtype, torch.float32)
-        return tables.at(self.length, count, x, dtype, q.device, state)
+        dtype, rows = torch.promote_types(q.dtype, torch.float32), range(self.length, self.length + count)
+        if not shared:
+            return self.scheme.at(_positions(rows, q.device) if x is None else x, state=state, dtype=dtype)
+        return self._tables.at(rows, x, dtype, q.device, state)
 
     def _now(self, sums: Sequence[Tensor]) -> State:
         """The state with these sums, those of `_steps`."""
@@ -198,7 +200,7 @@ class Stream:
             self._steps = next(filter(None, (kind.of(step) for kind in kinds)), None)
         if self._steps is not None:
             self._rows, self._decay = range(self.length + 1, self.length + 1), _column(after["decay"])
-            self._placed.add(_key(x))
+            self._positioned.add(_key(x))
             return
         none = torch.empty(0)
         if len(self._chunks) == CHUNKS:
@@ -255,6 +257,11 @@ def _key(*given: Tensor | None) -> tuple[Any, ...]:
     return tuple((type(a), *(getattr(a, name, None) for name in ("shape", "dtype", "device"))) for a in given)
 
 
+def _positions(rows: range, device: torch.device) -> Tensor:
+    """Positions ``[t 1]`` on a line or a ring."""
+    return torch.arange(rows.start, rows.stop, device=device)[:, None]
+
+
 def _pair(rho: Any) -> tuple[Any, Any]:
     return rho if isinstance(rho, tuple) else (rho, rho)
 
@@ -277,19 +284,18 @@ class Tables:
         self.scheme = scheme
         self.known: tuple[Any, Arguments | None, Tensor | None] = (None, None, None)
 
-    def at(
-        self, length: int, count: int, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State
-    ) -> Arguments:
-        """The scheme at x, or at so many positions from `length` on, for the stream of a layer."""
+    def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
+        """The scheme at x, or at positions `rows`, for the stream of a layer."""
         if x is None:
-            key = length, count, dtype, device, torch.is_inference_mode_enabled()
+            key = rows, dtype, device, torch.is_inference_mode_enabled()
         else:  # a tensor that inference made has no version, so that nobody knows whether it is what it was
-            key = object() if x.is_inference() else (id(x), x._version, dtype, torch.is_inference_mode_enabled())
+            lasting = isinstance(x, Tensor) and not x.is_inference()
+            key = (id(x), x._version, dtype, torch.is_inference_mode_enabled()) if lasting else object()
         known, found, _ = self.known
         if found is None or known != key:
-            x = torch.arange(length, length + count, device=device)[:, None] if x is None else x
-            places = {name: tensor for name, tensor in state.tensors.items() if name == "positions"}
-            found = self.scheme.at(x, state=State(places), dtype=dtype)  # keeps no layer's tokens
+            x = _positions(rows, device) if x is None else x
+            start = State({name: tensor for name, tensor in state.tensors.items() if name == "positions"})
+            found = self.scheme.at(x, state=start, dtype=dtype)  # which keeps no layer's tokens
             self.known = key, found, x  # one assignment: another thread has the old tables or these
         return found.of(state)
 

@@ -196,6 +196,8 @@ def test_what_is_no_tensor_is_an_error_and_the_stream_goes_on():
             for wrong in ((None, k, v), (q, [1.0], v), (q, k, "v")):
                 with pytest.raises(TypeError, match="expected a tensor, got"):
                     stream(*wrong)
+            with pytest.raises(ValueError, match=r"positions: expected .* got list"):
+                stream(q, k, v, [[0]])
             with pytest.raises(TypeError, match="windows"):
                 stream(q, k, v, windows=3)
         stream(q, k, v)

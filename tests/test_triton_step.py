@@ -164,14 +164,14 @@ def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
     given, calls, call = content(scheme, 9, 2, dtype=dtype), [], TritonSteps.__call__
     monkeypatch.setattr(TritonSteps, "__call__", lambda *args: calls.append(1) or call(*args))
     layer = Stream(scheme)
-    beside = Stream(scheme, beside=layer)
+    other = Stream(scheme, tables_from=layer)
     found = []
     for i in range(9):
         token = [x[..., i : i + 1, :] for x in given]
         if i == 5:  # heads of a token next to each other
             token[0] = token[0].transpose(1, 2).contiguous().transpose(1, 2)
         found.append(layer(*token))
-        assert torch.equal(beside(*token), found[-1])
+        assert torch.equal(other(*token), found[-1])
     assert len(calls) == 16  # all but the first
     assert len(launches) == 16
     assert found[-1].dtype == dtype

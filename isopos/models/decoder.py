@@ -38,7 +38,7 @@ class Decoder(Trunk):
         >>> logits, stream = model.step(tokens[:, 9], stream)
         >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
         True
-        >>> steps = model.steps(stream)  # the same, prepared for many tokens
+        >>> steps = model.steps(stream)  # the same, and keeps the stream
         >>> steps(torch.tensor([10])).shape, steps.length
         (torch.Size([1, 256]), 11)
     """
