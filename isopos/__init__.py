@@ -17,23 +17,26 @@ Names are imported when they are first used.
 import importlib
 from typing import Any
 
+from isopos.deprecation import renamed
+
 __version__ = "0.1.0"
 
 _NAMES = {
     "attention": ("linear_attention", "softmax_attention"),
     "catalog": ("CATALOG",),
     "models": ("Decoder",),
-    "nn": ("Attention", "Steps"),
+    "nn": ("Attention",),
     "ops.linear": ("Clamped",),
     "positions": ("forest", "graph", "grid", "packed", "product", "ring", "sequence", "tree"),
     "scheme": ("Scheme", "parameter_groups"),
     "state": ("State",),
+    "stream": ("Stream",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
     *("attention", "audit", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings"),
     *("encodings", "feature_maps", "generators", "kinds", "laws", "lengths", "maps", "models", "nn", "ops", "paths"),
-    *("phases", "poses", "positions", "schemes", "state", "terms", "testing"),
+    *("phases", "poses", "positions", "schemes", "state", "stream", "terms", "testing"),
 )
 
 
@@ -51,6 +54,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"isopos.{name}")
     if not name.startswith("_") and name in _schemes():
         return getattr(importlib.import_module("isopos.schemes"), name)
+    if name == "Steps":
+        return renamed(__name__, {"Steps": "isopos.stream.Stream"})(name)
     raise AttributeError(f"module 'isopos' has no attribute {name!r}")
 
 

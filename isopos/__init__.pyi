@@ -24,6 +24,7 @@ from isopos import poses as poses
 from isopos import positions as positions
 from isopos import schemes as schemes
 from isopos import state as state
+from isopos import stream as stream
 from isopos import terms as terms
 from isopos import testing as testing
 from isopos.attention import linear_attention as linear_attention
@@ -31,7 +32,6 @@ from isopos.attention import softmax_attention as softmax_attention
 from isopos.catalog import CATALOG as CATALOG
 from isopos.models import Decoder as Decoder
 from isopos.nn import Attention as Attention
-from isopos.nn import Steps as Steps
 from isopos.ops.linear import Clamped as Clamped
 from isopos.positions import forest as forest
 from isopos.positions import graph as graph
@@ -90,5 +90,6 @@ from isopos.schemes.rotary import xpos as xpos
 from isopos.schemes.spe import spe_conv as spe_conv
 from isopos.schemes.spe import spe_sine as spe_sine
 from isopos.state import State as State
+from isopos.stream import Stream as Stream
 
 __version__: str

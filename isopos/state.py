@@ -1,7 +1,8 @@
 """Streams: what attention keeps of the tokens it has seen, so that chunks and steps give what the whole sequence gives."""
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +28,7 @@ class State:
         tensors: By name, batch axes first.
         fingerprint: Of the scheme whose stream it is; empty for attention without a scheme.
         kind: Of the attention that wrote it, with the shapes and dtype that must stay; empty at the start.
-        in_place: Whether steps of one token write over the sums of linear attention, which is faster and allocates nothing
-            of their size. Then only the last state of a stream holds good, and nothing can be differentiated.
+        in_place: Without effect, and goes in the next version: `isopos.Stream` writes over its sums.
 
     Examples:
         >>> import isopos
@@ -46,7 +46,15 @@ class State:
     tensors: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
     fingerprint: str = ""
     kind: str = ""
-    in_place: bool = False
+    in_place: InitVar[bool] = False
+
+    def __post_init__(self, in_place: bool) -> None:
+        if in_place:
+            warnings.warn(
+                "in_place has no effect on a State now, isopos.Stream writes over its sums; it goes in the next version",
+                DeprecationWarning,
+                stacklevel=3,
+            )
 
     def __repr__(self) -> str:
         return describe(self)
@@ -64,7 +72,7 @@ class State:
         """The state after some tokens; positions stay."""
         known = (("positions", self["positions"]), *tensors.items())
         new = {name: tensor for name, tensor in known if tensor is not None}
-        return State(MappingProxyType(new), self.fingerprint, kind, self.in_place)
+        return State(MappingProxyType(new), self.fingerprint, kind)
 
     def check_kind(self, kind: str, batch: Sequence[int]) -> None:
         """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""

@@ -247,9 +247,10 @@ class Call:
         attend = isopos.linear_attention if self.kind == "linear" else isopos.softmax_attention
         random = Random(self.case.seed)
         cuts = sorted({0, self.t, *(random.randint(0, self.t) for _ in range(random.choice((1, 3, 6))))})
-        in_place = self.case.in_place and self.case.mode != "grad"
-        outs, state = [], isopos.State(in_place=in_place)
+        outs, state = [], isopos.State()
         overriding = {name: self.given[name] for name in ("feature_map", "denominator") if name in self.given}
+        choices = self.case.phi, self.case.denominator, self.case.decay
+        kept = isopos.Stream(self.scheme) if self.case.stream and set(choices) == {"scheme"} else None
         for start, stop in itertools.pairwise(cuts):
             at = {**self.scheme.at(self.x[..., start:stop, :], state=state, dtype=self.wide), **overriding}
             if self.case.decay != "scheme":
@@ -257,6 +258,9 @@ class Call:
                 at["decay"] = g[..., start:stop] if isinstance(g, Tensor) else g
             own = {n: a[..., start:stop] if isinstance(a, Tensor) else a for n, a in self.own.items()}
             part = [x[..., start:stop, :] if isinstance(x, Tensor) else x for x in self.qkv]
+            if kept is not None:
+                outs.append(kept(*part, self.x[..., start:stop, :], **{n: a for n, a in own.items() if n != "causal"}))
+                continue
             out, state = attend(*part, **at, **own, return_state=True)
             outs.append(out)
             if random.random() < 0.2 and not self.case.grad and self.changed != "zero":  # a saved state has no graph

@@ -47,12 +47,12 @@ CALL: dict[str, tuple[Any, ...]] = {
     "garbage": ("", "masked-nan", "masked-inf", "segment-nan", "segment-inf", "later-nan"),  # where no weight is
     "default": ("float32", "float64"),
     "mode": ("grad", "no_grad", "inference", "autocast"),
-    "in_place": (False, True),
+    "stream": (False, True),  # whether a stream keeps the state
     "odd": ("", *(f"{name}:{kind}" for name in ARGUMENTS.split() for kind in OF.get(name, ODD).split())),
 }
 """The values of each argument of a call."""
 SHARES = {"odd": 0.2, "default": 0.05, "mode": 0.15, "batch": 0.2, "scale": 0.15, "garbage": 0.2, "e": 0.2, "far": 0.15}
-SHARES |= {"heads": 0.2, "shared": 0.15, "s": 0.25, "d": 0.4, "phi": 0.3, "denominator": 0.3, "in_place": 0.2}
+SHARES |= {"heads": 0.2, "shared": 0.15, "s": 0.25, "d": 0.4, "phi": 0.3, "denominator": 0.3, "stream": 0.2}
 
 
 def calls() -> st.SearchStrategy[dict[str, Any]]:

@@ -8,8 +8,8 @@ import torch
 import isopos
 from isopos.attention import explain, linear_attention
 from isopos.feature_maps import FeatureMap
-from isopos.nn import Steps
 from isopos.ops import library
+from isopos.stream import Stream
 from tools import without_kernel
 
 
@@ -32,7 +32,7 @@ def told(call):
 
 
 def step_of(dtype=torch.float32):
-    steps, (q, k, v) = Steps(isopos.rope(16, 2)), drawn(dtype)
+    steps, (q, k, v) = Stream(isopos.rope(16, 2)), drawn(dtype)
     for i in range(3):
         steps(*(x[..., i : i + 1, :] for x in (q, k, v)))
 
@@ -89,7 +89,7 @@ def test_reasons_are_the_same_before_and_after_the_warning():
 
 def test_a_warning_that_is_an_error_leaves_a_stream_as_it_was():
     scheme, (q, k, v) = isopos.rope(16, 2), drawn()
-    token, steps = [x[..., :1, :] for x in (q, k, v)], Steps(scheme)
+    token, steps = [x[..., :1, :] for x in (q, k, v)], Stream(scheme)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="goes without its compiled kernel"):
@@ -115,7 +115,7 @@ def test_the_table_of_what_it_is_worth(monkeypatch):
     monkeypatch.setattr(without_kernel, "SCHEMES", ("rope",))
     monkeypatch.setattr(without_kernel, "WORKS", dict(list(without_kernel.WORKS.items())[-1:]))
     ((title, name, *cells),) = without_kernel.table(rounds=1)
-    assert (title, name) == ("a step of `isopos.Steps`", "rope")
+    assert (title, name) == ("a step of `isopos.Stream`", "rope")
     for cell, unit in zip(cells, (" us", " us", "x"), strict=True):
         assert float(cell.removesuffix(unit)) > 0
         assert cell.endswith(unit)

@@ -7,8 +7,8 @@ import torch
 from cases import DEFINITIONS, HEAD_DIM, HEADS, PRESETS, SCHEMES, SchemeCase, over_pairs, perturb, stream
 from structures import ENCODINGS_ALONE, structures
 
-from isopos.nn import Steps
 from isopos.positions import sequence
+from isopos.stream import Stream
 
 FEATURES, LENGTH, SAMPLES = 16, 5, 2
 DTYPES = torch.float64, torch.float32, torch.bfloat16
@@ -77,13 +77,15 @@ def tolerance(scheme, given, expected, dtype):
 
 def ways(scheme, given):
     """Outputs of all tokens, by the way in which they are decoded."""
-    steps, x = Steps(scheme), sequence(LENGTH)
-    yield "steps", torch.cat([steps(*(a[..., i : i + 1, :] for a in given)) for i in range(LENGTH)], -2)
+    tokens, chunks, x = Stream(scheme), Stream(scheme), sequence(LENGTH)
+    yield "tokens", torch.cat([tokens(*(a[..., i : i + 1, :] for a in given)) for i in range(LENGTH)], -2)
+    pieces = [slice(0, 2), slice(2, 3), slice(3, LENGTH)]  # of a chunk's plan, and of a token's that comes between
+    yield "chunks of a stream", torch.cat([chunks(*(a[..., piece, :] for a in given)) for piece in pieces], -2)
     yield "chunks", stream(scheme, given, x, (0, 1, 3, LENGTH))[0]
     if given[0].dtype == torch.float32:
         yield "states", stream(scheme, given, x, range(LENGTH + 1))[0]
         start, state = stream(scheme, given, x, (0, 2))
-        middle = Steps(scheme, state, length=2)
+        middle = Stream(scheme, state, length=2)
         outs = [middle(*(a[..., i : i + 1, :] for a in given)) for i in (2, 3)]
         yield "between states", torch.cat((start, *outs, stream(scheme, given, x, (4, 5), state=middle.state)[0]), -2)
 

@@ -15,7 +15,11 @@ import isopos
     ("old", "new"),
     [
         ("isopos.attention.Attention", "isopos.nn.Attention"),
-        ("isopos.attention.Steps", "isopos.nn.Steps"),
+        ("isopos.attention.Steps", "isopos.stream.Stream"),
+        ("isopos.Steps", "isopos.stream.Stream"),
+        ("isopos.nn.Steps", "isopos.stream.Stream"),
+        ("isopos.nn.steps.Steps", "isopos.stream.Stream"),
+        ("isopos.models.Stream", "isopos.models.decoder.DecoderState"),
         ("isopos.attention.absorb", "isopos.nn.absorb"),
         ("isopos.attention.convert_layout", "isopos.nn.convert_layout"),
         ("isopos.lab.recipes.split_spec", "isopos.spec.split_spec"),

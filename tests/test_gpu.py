@@ -140,12 +140,12 @@ def test_positions_are_exact_far_away():
 
 
 def test_a_prepared_stream_equals_the_whole():
-    from isopos.nn import Steps
+    from isopos.stream import Stream
 
     scheme = build("rope", 64, 4, {}).to(DEVICE)
     content = there(torch.randn(3, 2, 4, 80, 64).unbind())
     with torch.no_grad():
-        steps = Steps(scheme)
+        steps = Stream(scheme)
         pieces = [steps(*(a[..., n : n + 1, :] for a in content)) for n in range(80)]
         whole = linear_attention(*content, **scheme.at(sequence(80, device=DEVICE)), causal=True)
     assert isinstance(steps.state, State)

@@ -83,18 +83,15 @@ def test_under_a_compiler():
 
 @each("pieces", [[1] * 12, [4, 4, 4], [5, 1, 3, 1, 2]], ids=str)
 @each("path", ["compiled", "float32"])
-@each("in_place", [True, False])
 @each("kind", ATTENTION)
-def test_a_stream_of_packed_sequences(monkeypatch, kind, path, in_place, pieces):
-    if in_place and kind == "softmax":
-        pytest.skip("its cache grows")
+def test_a_stream_of_packed_sequences(monkeypatch, kind, path, pieces):
     if path == "float32":
         monkeypatch.setattr(library, "libraries", lambda: ({}, "off"))
     ids, scheme = torch.tensor([0] * 6 + [1] * 6), schemes.rope(D, HEADS, attention=kind)
     inputs = drawn(torch.float32, 12)
     whole = ATTENTION[kind](*inputs, **scheme.at(sequence(12)), causal=True, segment_ids=ids)
     inputs[1][0, 0, 2], inputs[2][0, 0, 5] = torch.nan, torch.inf
-    state, found, start = State(in_place=in_place), [], 0
+    state, found, start = State(), [], 0
     with torch.no_grad():
         for size in pieces:
             own = slice(start, start + size)

@@ -29,7 +29,7 @@ encodings
 contragredient couplings generators
 attention
 scheme
-schemes
+schemes stream
 nn
 laws models
 audit.subject

@@ -12,8 +12,8 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.tables.loader import cell_name
 from isopos.lab.tasks.build import build_scheme
 from isopos.models import Decoder, PerLayer, Seq2Seq, Vision
-from isopos.nn import Steps
 from isopos.spec import map_spec, of_layers, split_spec
+from isopos.stream import Stream
 
 PATTERNS = {  # of four layers
     "nope": "rope*3+none",
@@ -73,8 +73,8 @@ def test_streams_prepared_or_not_are_the_whole(name):
         torch.testing.assert_close(row, again, atol=1e-5, rtol=1e-4)
         rows.append(row[:, None])
     torch.testing.assert_close(torch.cat(rows, 1), whole, atol=1e-5, rtol=1e-4)
-    assert len({id(layer._ahead) for layer in steps.layers}) == len(model.scheme.parts)
-    assert all(isinstance(layer, Steps) for layer in steps.layers)
+    assert len({id(layer._tables) for layer in steps.layers}) == len(model.scheme.parts)
+    assert all(isinstance(layer, Stream) for layer in steps.layers)
 
 
 def test_a_stream_is_that_of_its_layers():

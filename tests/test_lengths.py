@@ -12,11 +12,13 @@ from cases import HEADS, close, each, gradients, inputs, ordered, perturb, strea
 
 import isopos
 from isopos import Decoder, encodings, laws, schemes
+from isopos import stream as stream_module
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.lengths import EXTENSIONS, extension
-from isopos.nn import Steps, absorb
+from isopos.nn import absorb
 from isopos.positions import Line, grid, sequence
+from isopos.stream import Stream
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
 OPTIONS = {"longrope": {"rescale": RESCALE}}
@@ -267,7 +269,7 @@ def test_streams_and_steps_of_an_extended_scheme_are_whole_calls(name, options):
         whole = scheme(*content, x, causal=True)
         assert (whole - schemes.rope(8, HEADS, **options)(*content, x, causal=True)).abs().max() > 1e-3
         close(stream(scheme, content, x, (0, 3, 4, 20))[0], whole)
-        steps = Steps(scheme)
+        steps = Stream(scheme)
         close(torch.cat([steps(*(a[..., i : i + 1, :] for a in content)) for i in range(20)], -2), whole)
 
 
@@ -291,11 +293,9 @@ def test_extended_models_are_exported(name):
 
 
 def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
-    from isopos.nn import steps
-
-    monkeypatch.setattr(steps, "AHEAD", 3)
+    monkeypatch.setattr(stream_module, "AHEAD", 3)
     scheme = schemes.rope(8, HEADS)
-    running = steps.Steps(scheme)
+    running = Stream(scheme)
     q, k, v = inputs(1, t=1, dtype=torch.float32)
     for _ in range(3):
         running(q, k, v)

@@ -261,8 +261,8 @@ REFUSALS = [
     ),
     ("cpu", numbers(causal=False), "two products of matrices are all there is to do"),
     ("cpu", numbers(d=257), "features come up to 256, not 257|no library is installed .*"),
-    ("cpu", numbers(t=1, stream=ops.Stream()), "a step is one token after others"),
-    ("chunks", numbers(stream=ops.Stream()), "it takes and returns no sums of a stream"),
+    ("cpu", numbers(t=1, stream=ops.Past()), "a step is one token after others"),
+    ("chunks", numbers(stream=ops.Past()), "it takes and returns no sums of a stream"),
     ("chunks", numbers(features=phi(torch.nn.Softplus())), "Softplus is no FeatureMap and may hold parameters, .*"),
     ("chunks", numbers(causal=False), "two products of matrices are all there is to do"),
     (

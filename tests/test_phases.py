@@ -15,10 +15,11 @@ from isopos.attention import naive_linear_attention
 from isopos.bases import OddEven
 from isopos.decays import Decay
 from isopos.encodings import rope_frequencies
-from isopos.nn import Steps, absorb
+from isopos.nn import absorb
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import sequence
 from isopos.scheme import Scheme
+from isopos.stream import Stream
 
 T = 12
 both = pytest.mark.parametrize("kind", ATTENTION)
@@ -202,7 +203,7 @@ def test_steps_go_the_long_way_in_float32():
     with torch.no_grad():
         scheme.forget.weight.normal_()
     content = inputs(1, t=T, dtype=torch.float32)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     with torch.no_grad():
         out = torch.cat([steps(*(a[..., n : n + 1, :] for a in content)) for n in range(T)], -2)
         close(out, scheme(*content, sequence(T), causal=True))

@@ -75,11 +75,8 @@ SHARED += [("ape-sequence", "linear"), ("permuteformer", "linear"), ("horn-clipp
 SHARED += [("ape-sequence-locality", "softmax"), ("transformer-xl", "softmax")]
 
 
-@each("in_place", [False, True])
 @each(("name", "kind"), SHARED)
-def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, kind, in_place):
-    if in_place and kind == "softmax":
-        pytest.skip("its cache grows")
+def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, kind):
     scheme = perturb(scheme_case(name).build(attention=kind))
     layers = [Attention(WIDTH, scheme).double() for _ in range(LAYERS)]
     tokens, x, counts = torch.randn(2, T, WIDTH, dtype=torch.float64), sequence(T), []
@@ -93,7 +90,7 @@ def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, ki
         monkeypatch.setattr(type(scheme.encoding), "query", lambda *a, **o: counts.append(0) or evaluate(*a, **o))
         forward = type(scheme.encoding).forward
         monkeypatch.setattr(type(scheme.encoding), "forward", lambda *a, **o: counts.append(0) or forward(*a, **o))
-        states, found = [State(in_place=in_place)] * LAYERS, []
+        states, found = [State()] * LAYERS, []
         for i in range(T):
             counts.clear()
             y, at = tokens[:, i : i + 1], scheme.at(x[i : i + 1], state=states[0], dtype=torch.float64)

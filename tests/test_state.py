@@ -28,9 +28,8 @@ from structures import over_structures
 
 import isopos
 from isopos import State, sequence
-from isopos.attention import linear_attention, softmax_attention
+from isopos.attention import linear_attention
 from isopos.feature_maps import FEATURE_MAPS
-from isopos.schemes import REGISTRY
 
 SLACK = 1000 * TOLERANCE  # some denominators almost vanish
 both = pytest.mark.parametrize("kind", ATTENTION)
@@ -302,30 +301,16 @@ def test_nothing_streams(kind, batch, t):
         assert out.shape == (batch, HEADS, t, 5)
 
 
-@pytest.mark.parametrize("name", ["rope", "permuteformer", "retnet", "none"])
-def test_a_stream_in_place_is_the_whole_and_writes_over_its_sums(name):
-    scheme, state = REGISTRY[name](HEAD_DIM, HEADS), State(in_place=True)
-    q, k, v = inputs(2, t=6)
-    whole = linear_attention(q, k, v, **scheme.at(sequence(6), dtype=q.dtype), causal=True)
-    with torch.no_grad():
-        for i in range(6):
-            at = scheme.at(torch.tensor([[i]]), state=state, dtype=q.dtype)
-            y, after = linear_attention(*(x[..., i : i + 1, :] for x in (q, k, v)), **at, causal=True, return_state=True)
-            close(y, whole[..., i : i + 1, :])
-            if i:
-                assert after["sum0"].data_ptr() == state["sum0"].data_ptr()
-            state = after
-        sums, at = state["sum0"].clone(), scheme.at(torch.tensor([[6]]), state=state, dtype=q.dtype)
-        linear_attention(*(x[..., :1, :] for x in (q, k, v)), **at, causal=True)
-        assert torch.equal(state["sum0"], sums)  # who does not take the next state keeps this one
-
-
-def test_what_cannot_be_updated_in_place_is_refused():
-    q, k, v = inputs(1, t=1, requires_grad=True)
-    with pytest.raises(ValueError, match="no gradients"):
-        linear_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)
-    with pytest.raises(ValueError, match="softmax"), torch.no_grad():
-        softmax_attention(q, k, v, causal=True, state=State(in_place=True), return_state=True)
+def test_in_place_is_a_stream_now():
+    with pytest.warns(
+        DeprecationWarning, match=r"in_place has no effect on a State now, isopos\.Stream writes over its sums"
+    ):
+        state = State(in_place=True)
+    q, k, v = inputs(1, t=2)
+    _, after = linear_attention(q, k, v, causal=True, state=state, return_state=True)
+    sums = after.tensors["sum0"].clone()
+    linear_attention(q[..., :1, :], k[..., :1, :], v[..., :1, :], causal=True, state=after, return_state=True)
+    assert torch.equal(after.tensors["sum0"], sums)
 
 
 @pytest.mark.parametrize("kind", ATTENTION)

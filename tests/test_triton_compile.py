@@ -12,7 +12,7 @@ from isopos.feature_maps import elu1, identity
 from isopos.maps import Chain, Gather, Reflection, Rotation
 from isopos.ops import gpu
 from isopos.ops.linear import triton, triton_kernels, triton_stream
-from isopos.ops.linear.features import Features, Stream, Sums
+from isopos.ops.linear.features import Features, Past, Sums
 
 pytestmark = pytest.mark.triton
 
@@ -123,7 +123,7 @@ def test_kernels_fit(monkeypatch, arch):
 
 def test_a_stream_compiles(monkeypatch):
     sums = problem(torch.bfloat16, 32, ("lift",), True, "plain")
-    stream = Stream((torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 32, 1)), torch.zeros(1, 2, dtype=torch.float64))
+    stream = Past((torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 32, 1)), torch.zeros(1, 2, dtype=torch.float64))
     found = compile_all(monkeypatch, {"stream": replace(sums, stream=stream)}, 90)
     assert [name for _, name, _ in found].count("scan") == 2
     for key, used in found.items():

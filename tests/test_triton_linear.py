@@ -378,9 +378,9 @@ def features(*maps, kinds=(), phi=elu1):
 MIRROR = Reflection(F.normalize(torch.ones(2, 1, 16), dim=-1).requires_grad_())
 REFUSALS = [
     (numbers(torch.float64), "it reads float32, bfloat16 and float16, not torch.float64"),
-    (numbers(t=1, stream=ops.Stream()), "one token of a stream is a step, and no chunk"),
-    (numbers(stream=ops.Stream((torch.zeros(1, 2, 16, 17),))), re.escape("a stream has float32 sums [(1, 2, 16, 16)]")),
-    (numbers(k=torch.randn(3, 70, 16), stream=ops.Stream()), "queries, keys and values have one shape of samples and heads"),
+    (numbers(t=1, stream=ops.Past()), "one token of a stream is a step, and no chunk"),
+    (numbers(stream=ops.Past((torch.zeros(1, 2, 16, 17),))), re.escape("a stream has float32 sums [(1, 2, 16, 16)]")),
+    (numbers(k=torch.randn(3, 70, 16), stream=ops.Past()), "queries, keys and values have one shape of samples and heads"),
     (numbers(features=features(phi=FeatureMap("cube", lambda x: x**3))), "it does not know the feature map 'cube', only .*"),
     (numbers(features=features(Scaling(torch.ones(1, 70, 1)), kinds=None)), "it makes features by a reflection, then .*"),
     (numbers(t=0), "there is nothing to sum up"),

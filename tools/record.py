@@ -132,11 +132,16 @@ class Case:
         return {"out": out, **{f"d_{name}": grad for name, grad in zip(named, grads, strict=True)}}
 
     def stream(self, t: int, cuts: Iterable[int], graph: bool = True, **more: Tensor) -> Arrays:
-        """Outputs, gradients and final state of chunks between the cuts; without a graph the state is updated in place."""
+        """Outputs, gradients and final state of chunks between the cuts; without a graph a stream keeps the state."""
         x, content = positions(self.scheme.group, t), self.content(t)
-        outputs, state = [], isopos.State(in_place=not graph and self.kind == "linear")
+        outputs, state, kept = [], isopos.State(), None if graph else isopos.Stream(self.scheme)
         with torch.set_grad_enabled(graph):
             for start, stop in itertools.pairwise(cuts):
+                if kept is not None:
+                    q, k, v = (a[..., start:stop, :] for a in content)
+                    outputs.append(kept(q, k, v, x[start:stop]))
+                    state = kept.state
+                    continue
                 arguments = {**self.scheme.at(x[start:stop], state=state, dtype=self.wide)}
                 arguments |= {name: a[..., start:stop] for name, a in more.items()}
                 part = [a[..., start:stop, :] for a in content]

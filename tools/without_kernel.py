@@ -40,7 +40,7 @@ def _whole(name: str, t: int, *, learns: bool) -> Callable[[], object]:
 
 def _steps(name: str) -> Callable[[], object]:
     scheme = isopos.schemes.REGISTRY[name](64, 8)
-    steps, (q, k, v) = isopos.Steps(scheme), _drawn(1)
+    steps, (q, k, v) = isopos.Stream(scheme), _drawn(1)
 
     def run() -> None:
         with torch.no_grad():
@@ -53,7 +53,7 @@ def _steps(name: str) -> Callable[[], object]:
 WORKS: dict[str, tuple[Callable[[str], Callable[[], object]], int]] = {
     "causal, forward, L=2048": (functools.partial(_whole, t=2048, learns=False), 1),
     "causal, forward + backward, L=2048": (functools.partial(_whole, t=2048, learns=True), 1),
-    "a step of `isopos.Steps`": (_steps, STEPS),
+    "a step of `isopos.Stream`": (_steps, STEPS),
 }
 
 

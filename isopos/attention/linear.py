@@ -15,7 +15,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import linear
-from isopos.ops.linear.features import ALL_READY, READY, Features, Stream, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, READY, Features, Past, Sums, with_ones
 from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
@@ -119,10 +119,16 @@ def linear_attention(
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
-    problem = check_linear(q, k, v, options, streams=return_state)
+    out, after = attended(check_linear(q, k, v, options, streams=return_state), q.dtype)
+    return (out, after) if return_state else out
+
+
+def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]:
+    """The output in this dtype, in the layout of the queries that were checked, and the state after the tokens."""
+    q, v = problem.q, problem.v
     with full_precision(q.device):
         if problem.empty:
-            out, after = q.new_zeros(*problem.batch, problem.q.shape[-2], v.shape[-1]), problem.state or State()
+            out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
         elif problem.window is not None:
@@ -131,8 +137,7 @@ def linear_attention(
         else:
             total = with_terms(linear.linear(sums_of(problem)), problem)
             out, after = _divided(total, problem), State()
-    out = restored(out, problem).to(q.dtype)
-    return (out, after) if return_state else out
+    return restored(out, problem).to(dtype), after
 
 
 def explain(
@@ -204,7 +209,7 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:
         sums = tuple(x for x in (state["sum0"], state["sum1"]) if x is not None)
-        stream = Stream(sums, problem.before, state.in_place)
+        stream = Past(sums, problem.before)
     if values is not None:
         return Sums(problem.q, problem.k, values, (*features[:2], READY), problem.g, problem.causal, None, stream)
     sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream)

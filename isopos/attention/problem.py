@@ -174,10 +174,7 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     if state is None:
         return _expanded(problem)
     name = phi.name if isinstance(phi, FeatureMap) else getattr(phi, "__name__", type(phi).__name__)
-    problem = _stamped(problem, state, "linear", (name, f"denominator {denominator}"))
-    if not problem.empty and state.in_place and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("state: expected State(), or no gradients, got a state to update in place; use torch.no_grad()")
-    return problem
+    return _stamped(problem, state, "linear", (name, f"denominator {denominator}"))
 
 
 def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
@@ -192,8 +189,6 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     t, s = q.shape[-2], k.shape[-2] + seen
     if (ids := options.get("segment_ids")) is not None:
         checks.check_segments(ids, q, k, batch)
-    if state is not None and state.in_place:
-        raise ValueError("state: expected State() for softmax attention, whose cache grows, got one to update in place")
     if locality is not None:
         checks.check_tensor("locality", locality, q)
         if locality.shape[-2:] != (t, s) or not checks.broadcasts(locality.shape[:-2], batch[:-1]):
@@ -252,7 +247,6 @@ def _shared(
     if state is not None or streams:
         checks.check_stream(state, causal, q, k)
         state = state or State()
-        state = state if streams else replace(state, in_place=False)  # the next state is not returned
     if (transport := options.get("transport")) is not None:
         checks.check_transport(transport, q, v, batch)
     ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None

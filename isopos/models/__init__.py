@@ -1,7 +1,8 @@
 """Small models that read top to bottom, for comparisons and as examples."""
 
+from isopos.deprecation import renamed
 from isopos.models.blocks import TOKEN_STD, Block, Trunk
-from isopos.models.decoder import AdaptiveHead, Decoder, Stream
+from isopos.models.decoder import AdaptiveHead, Decoder, DecoderState
 from isopos.models.encoder import Classifier, Encoder, PairClassifier
 from isopos.models.forecaster import Forecaster
 from isopos.models.layers import PerLayer
@@ -14,12 +15,14 @@ __all__ = [
     "Block",
     "Classifier",
     "Decoder",
+    "DecoderState",
     "Encoder",
     "Forecaster",
     "PairClassifier",
     "PerLayer",
     "Seq2Seq",
-    "Stream",
     "Trunk",
     "Vision",
 ]
+
+__getattr__ = renamed(__name__, {"Stream": "isopos.models.decoder.DecoderState"})

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isopos.models.blocks import Options, Schemes, Trunk
-from isopos.nn import Steps
 from isopos.positions import sequence
 from isopos.state import State
+from isopos.stream import Stream
 
-__all__ = ["AdaptiveHead", "Continuation", "Decoder", "Stream"]
+__all__ = ["AdaptiveHead", "Continuation", "Decoder", "DecoderState"]
 
 
 class Decoder(Trunk):
@@ -39,7 +38,7 @@ class Decoder(Trunk):
         >>> logits, stream = model.step(tokens[:, 9], stream)
         >>> torch.allclose(logits, model(tokens)[:, -1], atol=1e-5)
         True
-        >>> steps = model.steps(stream)  # the same, prepared for many tokens
+        >>> steps = model.steps(stream)  # the same, and keeps the stream
         >>> steps(torch.tensor([10])).shape, steps.length
         (torch.Size([1, 256]), 11)
     """
@@ -85,12 +84,12 @@ class Decoder(Trunk):
             return self.head.loss(x, targets)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
-    def prefill(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+    def prefill(self, tokens: Tensor, stream: "DecoderState | None" = None) -> tuple[Tensor, "DecoderState"]:
         """Logits ``[b t vocabulary]`` of a stream's next tokens ``[b t]``, by default a new one's, and the stream then."""
         x, stream = self.advance(tokens, stream)
         return self.head(x), stream
 
-    def advance(self, tokens: Tensor, stream: "Stream | None" = None) -> tuple[Tensor, "Stream"]:
+    def advance(self, tokens: Tensor, stream: "DecoderState | None" = None) -> tuple[Tensor, "DecoderState"]:
         """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
         stream = stream or self._new()
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
@@ -99,9 +98,9 @@ class Decoder(Trunk):
         for block, own in zip(self.blocks, at, strict=True):
             x, after = block(x, own, causal=True, return_state=True)
             states.append(after)
-        return self.norm(x), Stream(stream.length + tokens.shape[-1], tuple(states))
+        return self.norm(x), DecoderState(stream.length + tokens.shape[-1], tuple(states))
 
-    def step(self, token: Tensor, stream: "Stream") -> tuple[Tensor, "Stream"]:
+    def step(self, token: Tensor, stream: "DecoderState") -> tuple[Tensor, "DecoderState"]:
         """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it.
 
         Several continuations may start from one stream; `steps` are faster for one that goes on.
@@ -109,29 +108,30 @@ class Decoder(Trunk):
         logits, stream = self.prefill(token[:, None], stream)
         return logits[:, 0], stream
 
-    def steps(self, stream: "Stream | None" = None) -> "Continuation":
-        """The next tokens of a stream, by default a new one's, one a call."""
+    def steps(self, stream: "DecoderState | None" = None) -> "Continuation":
+        """The next tokens of a stream, by default a new one's: one or a chunk per call."""
         return Continuation(self, stream or self._new())
 
-    def _new(self) -> "Stream":
-        return Stream(0, (State(),) * len(self.blocks))
+    def _new(self) -> "DecoderState":
+        return DecoderState(0, (State(),) * len(self.blocks))
 
 
 class Continuation:
-    """A stream of a decoder that goes on: a call with a token ``[b]`` gives the logits ``[b vocabulary]`` after it.
+    """A decoder's stream of tokens, which keeps the state of each layer.
 
-    Layers check one token for all of them, see `isopos.Steps`; what the model learns is taken to stay as it is.
+    A call with one token ``[b]`` returns the logits ``[b vocabulary]`` after it. A call with a chunk of tokens ``[b t]``
+    returns the logits ``[b t vocabulary]`` after each. Parameters of the model must not change between calls.
 
     Attributes:
         model: The decoder.
-        layers: Steps of its layers.
+        layers: An `isopos.Stream` of each layer.
     """
 
-    def __init__(self, model: Decoder, stream: "Stream"):
-        self.model, self.layers = model, list[Steps]()
+    def __init__(self, model: Decoder, stream: "DecoderState"):
+        self.model, self.layers = model, list[Stream]()
         for scheme, state in zip(model.schemes, stream.states, strict=True):
-            beside = next((layer for layer in self.layers if layer.scheme is scheme), None)
-            self.layers.append(Steps(scheme, state, length=stream.length, beside=beside))
+            like = next((layer for layer in self.layers if layer.scheme is scheme), None)
+            self.layers.append(Stream(scheme, state, length=stream.length, tables_from=like))
 
     @property
     def length(self) -> int:
@@ -139,18 +139,20 @@ class Continuation:
         return self.layers[0].length
 
     @property
-    def stream(self) -> "Stream":
-        """The tokens so far, for `step` and for other continuations; tokens to come do not change it."""
-        return Stream(self.length, tuple(layer.state for layer in self.layers))
+    def stream(self) -> "DecoderState":
+        """The tokens so far, for `Decoder.step` and other continuations, as a value that later calls do not change."""
+        return DecoderState(self.length, tuple(layer.state for layer in self.layers))
 
-    def __call__(self, token: Tensor) -> Tensor:
-        """Logits ``[b vocabulary]`` after the next token ``[b]``."""
-        x, embedding = self.model.tokens(token[:, None]), self.model.scheme.embedding
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits after the next token ``[b]``, or after each of the next tokens ``[b t]``."""
+        several, tokens = tokens.ndim > 1, tokens if tokens.ndim > 1 else tokens[:, None]
+        x, embedding = self.model.tokens(tokens), self.model.scheme.embedding
         if embedding is not None:
-            x = x + embedding(torch.tensor([[self.length]], device=token.device), x.dtype)
+            x = x + embedding(sequence(tokens.shape[-1], device=tokens.device) + self.length, x.dtype)
         for block, layer in zip(self.model.blocks, self.layers, strict=True):
             x = block(x, layer, causal=True)
-        return self.model.head(self.model.norm(x))[:, 0]
+        logits = self.model.head(self.model.norm(x))
+        return logits if several else logits[:, 0]
 
 
 class AdaptiveHead(nn.Module):
@@ -197,12 +199,12 @@ class AdaptiveHead(nn.Module):
         return self.softmax(x.flatten(0, -2), targets.flatten()).loss
 
 
-class Stream(NamedTuple):
-    """The tokens that a decoder has seen: how many, and each layer's state."""
+class DecoderState(NamedTuple):
+    """The tokens that a decoder has seen: their number, and the state of each layer."""
 
     length: int
     states: tuple[State, ...]
 
-    def reorder(self, index: Tensor) -> "Stream":
+    def reorder(self, index: Tensor) -> "DecoderState":
         """The streams of samples `index` ``[n]``, for beam search."""
-        return Stream(self.length, tuple(state.reorder(index) for state in self.states))
+        return DecoderState(self.length, tuple(state.reorder(index) for state in self.states))

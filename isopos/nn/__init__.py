@@ -1,7 +1,9 @@
-"""Modules around attention: projections with a scheme, prepared steps of a stream, and what moves checkpoints of them."""
+"""Modules around attention: projections with a scheme, and what moves checkpoints of them."""
 
+from isopos.deprecation import renamed
 from isopos.nn.attention import Attention
 from isopos.nn.checkpoint import absorb, convert_layout
-from isopos.nn.steps import Steps
 
-__all__ = ["Attention", "Steps", "absorb", "convert_layout"]
+__all__ = ["Attention", "absorb", "convert_layout"]
+
+__getattr__ = renamed(__name__, {"Steps": "isopos.stream.Stream"})

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from isopos.attention.linear import linear_attention
 from isopos.attention.softmax import softmax_attention
 from isopos.catalog import at_least
-from isopos.nn.steps import Steps
 from isopos.scheme import Scheme
+from isopos.stream import Stream
 
 __all__ = ["Attention"]
 
@@ -72,7 +72,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        at: Mapping[str, Any] | Steps,
+        at: Mapping[str, Any] | Stream,
         *,
         context: Tensor | None = None,
         causal: bool = False,
@@ -85,8 +85,8 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens.
-            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream. Or `Steps`, which keep the
-                state; x ``[b 1 m]`` is their next token.
+            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream. Or a `Stream`, which
+                keeps the state; x are its next tokens.
             context: Tokens of keys and values.
             causal: A token sees those up to its own.
             mask: ``[b s]``, True where a key takes part.
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         options: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "attn_mask": attn_mask, "window": self.window}
         if self.dropout and self.training:
             options["dropout"] = self.dropout
-        if isinstance(at, Steps):
+        if isinstance(at, Stream):
             y, state = at(*heads, **options), ()
         else:
             found = self.attend(*heads, **{**at, **options, "causal": causal, "return_state": return_state})

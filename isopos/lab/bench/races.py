@@ -22,12 +22,13 @@ from isopos.lab.bench import ceilings
 from isopos.lab.bench.ceilings import FRESH, PRODUCT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.timing import Goal, Row, at_least, at_most, rounds_of, seconds_of, swept
-from isopos.nn import Attention, Steps
+from isopos.nn import Attention
 from isopos.positions import sequence
 from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.spec import split_spec
 from isopos.state import State
+from isopos.stream import Stream
 
 EPSILON = 1e-6
 PACKED = 8  # sequences of a packed row
@@ -205,8 +206,8 @@ WORKLOADS: dict[str, Callable[[Shape], Any]] = {
     "decoding step": _stream,
     "decoding step of a scheme, no positions": partial(_stream, spec="none"),
     "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
-    "prepared step, no positions": lambda shape: Steps(scheme_of("none", shape)),
-    "prepared step, rotary": lambda shape: Steps(scheme_of("rope", shape)),
+    "prepared step, no positions": lambda shape: Stream(scheme_of("none", shape)),
+    "prepared step, rotary": lambda shape: Stream(scheme_of("rope", shape)),
     "add_ to the state": _added,
     "mul_ of the state": _scaled,
     "einsum step": _einsum_step,

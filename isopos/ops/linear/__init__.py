@@ -25,14 +25,14 @@ from torch import Tensor
 
 from isopos.ops.linear.autograd import Backend, chosen
 from isopos.ops.linear.division import Clamped, divide, divide_complex
-from isopos.ops.linear.features import Stream, Sums
+from isopos.ops.linear.features import Past, Sums
 from isopos.ops.linear.graph import GRAPH
 from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.triton_step import STEP
 from isopos.ops.linear.window import windowed
 
-__all__ = ["BACKENDS", "Clamped", "Explanation", "Stream", "Sums", "divide", "divide_complex", "explain", "linear"]
+__all__ = ["BACKENDS", "Clamped", "Explanation", "Past", "Sums", "divide", "divide_complex", "explain", "linear"]
 __all__ += ["windowed"]
 
 BACKENDS: tuple[Backend, ...] = (*KERNELS, STEP, GRAPH)

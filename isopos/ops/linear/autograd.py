@@ -110,6 +110,20 @@ def refusal(sums: Sums, *, streams: bool = False) -> str:
     return ""
 
 
+def refuses_step(sums: Sums) -> str:
+    """Why a problem is no step that writes sums without a graph, or "": one token of a stream, after others."""
+    stream = sums.stream
+    if stream is None or sums.q.shape[-2] > 1 or not stream.sums:
+        return "a step is one token after others"
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
+        return "a step has no gradients, and no compiler traces it"
+    if sums.denominator == "column":
+        return "a step divides at once"
+    if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
+        return "a step has one log decay, and another before it"
+    return ""
+
+
 class _Differentiable(torch.autograd.Function):
     """A kernel's sums. It saves the operands and what the kernel asks for."""
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
 from isopos.ops.library import KIND, TYPES, Call, Decay, Flags, Input, Sizes, State, View, flat, view, whole
-from isopos.ops.linear.autograd import needs, refusal
+from isopos.ops.linear.autograd import needs, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
-from isopos.ops.linear.division import EPS, count
+from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
 from isopos.ops.slices import Slices
@@ -289,6 +289,88 @@ class CpuWalk(Walk):
                 every[..., span.start : span.stop].add_(scale)
 
 
+class CpuSteps:
+    """Steps of a stream in the C kernel, one call of the library each: what holds for one step holds for those after it.
+
+    Args:
+        sums: One step, which the C kernel serves.
+        after: Where the sums after it go; by default they are written over, by every step.
+
+    Attributes:
+        sums: Those of all tokens so far.
+        few: Tokens of a chunk that are as many steps sooner than sums of a chunk.
+    """
+
+    few = 16
+
+    def __init__(self, sums: Sums, after: tuple[Tensor, ...] = ()):
+        assert sums.stream is not None
+        lib, (*_, values), self.call = sums.notes["step"]
+        call, self.step, self.sums = self.call, lib.isopos_step, after or sums.stream.sums
+        self.inputs, self.shapes = tuple(flat(x) for x in sums.inputs), [x.shape for x in sums.inputs]
+        call.flags.denominated = sums.denominator is not None
+        call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (sums.stream.sums, self.sums))
+        self.parts = call.q, call.k, call.v
+        self.of_values = values.describe(call.v, self.inputs[2])[1]
+        call.out.sums = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
+        self.firsts = (*(part.x for part in self.parts), call.out.sums)  # of the call's own memory
+        self.flags, self.split = call.flags, call.split
+
+    @classmethod
+    def of(cls, sums: Sums) -> "CpuSteps | None":
+        """The steps after this one, if the C kernel serves them."""
+        if sums.stream is None:
+            return None
+        library.warn_if_absent(why := CPU.serves(sums))
+        return None if why else cls(sums)
+
+    def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
+        """Take the tables of the next n tokens.
+
+        Args:
+            features: Those of queries and keys, with tables as the step had, of n tokens.
+            weights: What the sums before each of these tokens weigh, float32 ``[n all]``; None where all weigh 1.
+        """
+        self.take([Closed.of(own, x) for own, x in zip(features, self.inputs, strict=False)], weights)
+
+    def take(self, known: Sequence[Closed | None], weights: Tensor | None) -> None:
+        """`look_ahead` to what makes features of queries and keys."""
+        self.alive, self.strides = [weights], [x.stride() for x in self.inputs]
+        self.parts[2].x = view(self.inputs[2])
+        for part, closed, x in zip(self.parts, known, self.inputs, strict=False):
+            assert closed is not None
+            self.alive += closed.describe(part, x)[1]
+        self.call.decay.across = None if weights is None else weights.data_ptr()
+
+    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are what the step had, and nobody watches."""
+        inputs = (q, k, v)
+        for x, shape in zip(inputs, self.shapes, strict=True):
+            if type(x) is not Tensor or x.shape != shape or x.dtype != torch.float32 or x.stride(-1) != 1:
+                return False
+        return not library.unreadable(*inputs)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        """The output ``[*b h 1 e]`` of the token that has row n of the tables."""
+        call, inputs, out = self.call, (q, k, v), v.new_empty(v.shape)
+        strides = [x.stride() for x in inputs]
+        if strides != self.strides:
+            self.strides = strides
+            for part, x in zip(self.parts, inputs, strict=True):
+                part.x = view(x)
+        for x, own in zip((*inputs, out), self.firsts, strict=True):
+            own.first = x.data_ptr()
+        call.token, self.split.threads, denominator = n, torch.get_num_threads(), None
+        if self.flags.denominated and counted():
+            denominator = v.new_empty(*v.shape[:-1], 1)
+            call.out.denominator = view(denominator)
+        library.run(self.step, call)
+        if denominator is not None:
+            call.out.denominator.first = None
+            count(denominator)
+        return out
+
+
 class Cpu(Walking):
     """The C kernel, chunk by chunk, and a token of a stream at a time."""
 
@@ -326,20 +408,10 @@ class Cpu(Walking):
         return f"features come up to {library.WIDEST}, not {widest}" if widest > library.WIDEST else ""
 
     def _refuses_step(self, sums: Sums) -> str:
-        (q, k, v), stream, tensors = sums.inputs, sums.stream, sums.tensors
-        assert stream is not None
-        if q.shape[-2] > 1 or not stream.sums:
-            return "a step is one token after others"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return "a step has no gradients"
-        if torch.compiler.is_compiling():
-            return "a compiler cannot trace a step"
-        if sums.denominator == "column":
-            return "a step divides at once"
-        if why := library.unreadable(*tensors):
+        if why := refuses_step(sums) or library.unreadable(*sums.tensors):
             return why
-        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
-            return "a step has one log decay, and another before it"
+        (q, k, v), stream = sums.inputs, sums.stream
+        assert stream is not None
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
             return "a step has one state a query, and at most two axes of heads and samples"
@@ -384,27 +456,11 @@ class Cpu(Walking):
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
-        (lib, known, call), v, stream, alive = sums.notes["step"], sums.v, sums.stream, []
-        assert stream is not None
-        call.split.threads = torch.get_num_threads()
-        for part, x, closed in zip((call.q, call.k, call.v), sums.inputs, known, strict=True):
-            alive += closed.describe(part, x)[1]
-        after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
-        out, denominator = torch.empty_like(v, memory_format=torch.contiguous_format), None
-        call.out.sums = view(out)
-        call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (stream.sums, after))
-        if sums.denominator is not None:
-            denominator = v.new_empty(*v.shape[:-1], 1)
-            call.flags.denominated, call.out.denominator = 1, view(denominator)
-        if (across := sums.across) is not None:
-            alive.append(across)
-            call.decay.across = across.data_ptr()
-        library.run(lib.isopos_step, call)
-        if stream.in_place:
-            torch.autograd.graph.increment_version(after)
-        if denominator is not None:
-            count(denominator)
-        return out, after
+        assert sums.stream is not None
+        steps = CpuSteps(sums, tuple(torch.empty_like(x) for x in sums.stream.sums))
+        steps.take(sums.notes["step"][1][:2], sums.across)
+        q, k, v = steps.inputs
+        return steps(q, k, v, 0), steps.sums
 
 
 CPU = Cpu()

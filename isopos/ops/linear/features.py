@@ -206,19 +206,17 @@ def with_ones(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class Past:
     """The tokens before those of `Sums`, of a causal stream.
 
     Args:
         sums: Of k v^T ``[*b h d e]``; a denominator is one more column, or where it has features of its own their sum
             ``[*b h d 1]``. Empty at the start.
         before: Log decay ``[*b h]`` of the last token; None where there is no decay, or no token.
-        in_place: Whether a step of one token may write over the sums.
     """
 
     sums: tuple[Tensor, ...] = ()
     before: Tensor | None = None
-    in_place: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +245,7 @@ class Sums:
     g: Decays = None
     causal: bool = True
     denominator: str | None = None
-    stream: Stream | None = None
+    stream: Past | None = None
     notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

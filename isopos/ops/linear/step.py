@@ -1,13 +1,18 @@
-"""Streams: causal sums of the next tokens, and the sums that come after them."""
+"""Streams in PyTorch's operations: causal sums of the next tokens and the sums after them, with a graph or in place."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from isopos.exact import broadcast, cast_down
-from isopos.ops.linear.division import divide
-from isopos.ops.linear.features import ALL_READY, Decays, Stream, Sums, with_ones
+from isopos.exact import broadcast, cast_down, full_precision
+from isopos.ops.library import watched
+from isopos.ops.linear.autograd import refuses_step
+from isopos.ops.linear.division import clamp, divide
+from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums, with_ones
+from isopos.ops.slices import Slices
+
+__all__ = ["TorchSteps", "carry", "weighed"]
 
 
 def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -35,7 +40,7 @@ def _carried(
     k: Tensor,
     v: Tensor,
     g: Decays,
-    stream: Stream,
+    stream: Past,
     state: Tensor | None,
     linear: Callable[[Sums], Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -52,12 +57,7 @@ def _carried(
         exponents = last - key, last - start, query - last, query - start
         to_end, across, from_end, from_start = (cast_down(x.exp(), k.dtype, k.device)[..., None] for x in exponents)
     if q.shape[-2] == 1:
-        if state is None:
-            after = k.mT @ v
-        elif stream.in_place:
-            after = state.copy_(weighed(state, across)).addcmul_(k.mT, v)
-        else:
-            after = torch.addcmul(weighed(state, across), k.mT, v)
+        after = k.mT @ v if state is None else torch.addcmul(weighed(state, across), k.mT, v)
         return (q if from_end is None else q * from_end) @ after, after
     after = weighed(k, to_end).mT @ (v if to_end is None else torch.where(to_end == 0, 0, v))
     batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
@@ -72,3 +72,78 @@ def _carried(
 def weighed(x: Tensor, weight: Tensor | None) -> Tensor:
     """x times weights; what weighs nothing is zero whatever it holds."""
     return x if weight is None else torch.where(weight == 0, 0, x * weight)
+
+
+class TorchSteps:
+    """Steps that write over the sums of a stream: for what no kernel of steps serves, on any device, in any dtype.
+
+    The numbers are those of `carry`, by the same operations. Nothing is checked again, and features of queries and keys that
+    have one map are made together.
+
+    Args:
+        sums: One step of float32 sums or wider; those of its stream are written over from then on.
+
+    Attributes:
+        sums: Those of all tokens so far.
+        few: Of `isopos.ops.linear.cpu.CpuSteps`.
+    """
+
+    few = 4
+
+    def __init__(self, sums: Sums):
+        assert sums.stream is not None
+        self.inputs, self.sums, self.dtype = sums.inputs, sums.stream.sums, sums.dtype
+        self.leading, self.ones = self.sums[0].shape[:-2], None
+        if sums.denominator is not None and len(self.sums) == 1:  # of values with a column of ones
+            self.ones = sums.v.new_ones(*sums.v.shape[:-1], sums.v.shape[-1] + 1, dtype=self.dtype)
+
+    @classmethod
+    def of(cls, sums: Sums) -> "TorchSteps | None":
+        """The steps after this one, if they are sums and a division."""
+        return cls(sums) if not refuses_step(sums) and all(own.mask is None for own in sums.features) else None
+
+    def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
+        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
+        query, key = self.features = features
+        shapes = {x.shape for x in self.inputs[:2]}
+        self.alike = query.phi is key.phi and query.map is key.map and query.kinds is not None and len(shapes) == 1
+        self.weights = None if weights is None else weights.view(-1, *self.leading, 1, 1)
+        self.fades = weights is not None and bool((weights == 0).any())
+
+    def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these are what the step had, and nobody watches."""
+        for x, known in zip((q, k, v), self.inputs, strict=True):
+            if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.device != known.device:
+                return False
+        fixed = self.sums[0].is_inference() and not torch.is_inference_mode_enabled()  # which may not be written over
+        return not fixed and not watched()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        """The output ``[*b h 1 e]`` of the token that has row n of the tables, in q's dtype."""
+        with full_precision(q.device):
+            out = self._step(q, k, v, n)
+        return out if out.dtype == q.dtype else out.to(q.dtype)
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
+        queries, keys = self._features(q, k, n)
+        if self.weights is not None:
+            self._fade(self.weights[n])
+        (query, *plain), (key, *_), (state, *row) = queries, keys, self.sums
+        if self.ones is not None:
+            self.ones[..., :-1] = v
+            return divide(query @ state.addcmul_(key.mT, self.ones))
+        total = query @ state.addcmul_(key.mT, v.to(self.dtype))
+        return total / clamp(plain[0] @ row[0].add_(keys[1].mT)) if row else total
+
+    def _features(self, q: Tensor, k: Tensor, n: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Those of queries and of keys; where both have one map, made together."""
+        own, query, key = Slices((), slice(None), slice(n, n + 1)), *self.features
+        if not self.alike:
+            return query.part(own)(q), key.part(own)(k)
+        both = query.part(own)(torch.stack((q, k)))
+        return tuple(x[0] for x in both), tuple(x[1] for x in both)
+
+    def _fade(self, weight: Tensor) -> None:
+        """Weigh the sums; what weighs nothing is zero whatever it holds."""
+        for state in self.sums:
+            state.copy_(torch.where(weight == 0, 0, state * weight)) if self.fades else state.mul_(weight)

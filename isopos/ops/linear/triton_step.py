@@ -1,4 +1,4 @@
-"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place if they may be.
+"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place by `TritonSteps`.
 
 Sums and arithmetic are float32, whatever the dtype of queries, keys and values.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isopos.ops import gpu
 from isopos.ops.library import flat
-from isopos.ops.linear.autograd import Backend
+from isopos.ops.linear.autograd import Backend, refuses_step
 from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton import Closed
@@ -141,17 +141,12 @@ class Step(Backend):
         return self._plan(sums)[1]
 
     def _plan(self, sums: Sums) -> tuple[Plan | None, str]:
-        (q, k, v), stream = sums.inputs, sums.stream
-        if stream is None or q.shape[-2] > 1 or not stream.sums:
-            return None, "it sums up one token of a stream, after others"
-        if why := gpu.unreadable(*sums.tensors):
+        if why := refuses_step(sums) or gpu.unreadable(*sums.tensors):
             return None, why
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
-            return None, "a step has no gradients, and no compiler traces it"
-        if sums.denominator == "column" or sums.dtype != torch.float32:
-            return None, "a step divides at once, in float32"
-        if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
-            return None, "a step has one log decay, and another before it"
+        (q, k, v), stream = sums.inputs, sums.stream
+        assert stream is not None
+        if sums.dtype != torch.float32:
+            return None, "a step sums up float32"
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
             return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
@@ -175,18 +170,16 @@ class Step(Backend):
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         plan, v, stream = sums.notes["plan"], sums.v, sums.stream
         assert stream is not None
-        after = stream.sums if stream.in_place else tuple(torch.empty_like(x) for x in stream.sums)
+        after = tuple(torch.empty_like(x) for x in stream.sums)
         out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
         plan(plan.sides, stream.sums, after, sums.across, 0, out)
-        if stream.in_place:
-            torch.autograd.graph.increment_version(after)
         return out, after
 
 
 STEP = Step()
 
 
-class Prepared:
+class TritonSteps:
     """Steps that write over the sums of a stream, one launch each.
 
     Args:
@@ -194,7 +187,10 @@ class Prepared:
 
     Attributes:
         sums: Those of all tokens so far.
+        few: Of `isopos.ops.linear.cpu.CpuSteps`.
     """
+
+    few = 4
 
     def __init__(self, sums: Sums):
         assert sums.stream is not None
@@ -202,12 +198,12 @@ class Prepared:
         self.sums, self.inputs, self.sides, self.weights = sums.stream.sums, sums.inputs, self.plan.sides, None
 
     @classmethod
-    def of(cls, sums: Sums) -> "Prepared | None":
+    def of(cls, sums: Sums) -> "TritonSteps | None":
         """The steps after this one, if the kernel serves them."""
         return cls(sums) if sums.stream is not None and not STEP.serves(sums) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.prepared.Prepared` does."""
+        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
         found = [_side(own, x) for own, x in zip(features, self.inputs, strict=False)]
         self.sides, self.weights = (*(own[0] for own in found if own is not None), self.plan.sides[2]), weights
         assert len(self.sides) == 3

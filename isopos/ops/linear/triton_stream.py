@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from isopos.ops.linear.features import Stream, Sums
+from isopos.ops.linear.features import Past, Sums
 from isopos.ops.linear.step import weighed
 
 
@@ -45,7 +45,7 @@ def packed(sums: Sums, doubled: int) -> Sums:
     if first.shape[-1] > sums.v.shape[-1]:
         first, own = first[..., :-1], [first[..., -1:]]
     row = torch.cat([x.flatten(-2) for x in (first, *own)], -1)
-    return replace(whole, stream=Stream((row.expand(*whole.q.shape[:-2], -1).contiguous(),)))
+    return replace(whole, stream=Past((row.expand(*whole.q.shape[:-2], -1).contiguous(),)))
 
 
 def unpacked(row: Tensor, sums: Sums, doubled: int) -> tuple[Tensor, ...]:

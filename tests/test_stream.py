@@ -1,6 +1,7 @@
-"""Steps of a stream: the numbers of attention token by token, whichever way they go."""
+"""Streams: the numbers of attention, token by token and chunk by chunk, whichever way they go."""
 
 import copy
+import itertools
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,17 +13,17 @@ from structures import over_structures
 
 import isopos
 from isopos import attention, schemes
+from isopos import stream as stream_module
 from isopos.decays import Decay
 from isopos.models import Decoder
-from isopos.nn import Steps
-from isopos.nn import steps as steps_module
-from isopos.nn.steps import AHEAD
 from isopos.ops import library
 from isopos.ops.library import libraries
-from isopos.ops.linear import Clamped, torch_step
-from isopos.ops.linear.prepared import Prepared
+from isopos.ops.linear import Clamped
+from isopos.ops.linear.cpu import CpuSteps
+from isopos.ops.linear.step import TorchSteps
 from isopos.positions import Line
 from isopos.state import State
+from isopos.stream import AHEAD, Stream
 
 NEEDED = pytest.mark.skipif(not libraries()[0], reason=f"no library is installed: {libraries()[1]}")
 PREPARED = ("cosformer", "lrpe-orthogonal", "lrpe-permutation", "lrpe-unitary", "none", "permuteformer", "retnet", "rope")
@@ -37,9 +38,14 @@ def _without_gradients():
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Calls of prepared steps so far."""
-    calls, call = [], Prepared.__call__
-    monkeypatch.setattr(Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    """Calls so far of steps that write over their sums."""
+    calls, call = [], CpuSteps.__call__
+
+    def counted(steps, *token):
+        calls.extend([1] if steps.call.state.sums == steps.call.saved.sums else [])
+        return call(steps, *token)
+
+    monkeypatch.setattr(CpuSteps, "__call__", counted)
     return calls
 
 
@@ -79,15 +85,139 @@ def near(x, other):
     return x.is_floating_point() or torch.equal(x, other)
 
 
+def called(stream, given, *cuts, x=None):
+    """Outputs of the tokens between cuts, a call each."""
+    parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
+    return torch.cat([stream(*(a[..., p, :] for a in given), None if x is None else x[..., p, :]) for p in parts], -2)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Tokens of each call that was checked."""
+    calls, check = [], stream_module.check_linear
+    monkeypatch.setattr(
+        stream_module, "check_linear", lambda q, *args, **more: calls.append(q.shape[-2]) or check(q, *args, **more)
+    )
+    return calls
+
+
+def no_few(monkeypatch):
+    """Chunks go by sums of chunks, however short."""
+    for kind in (CpuSteps, TorchSteps):
+        monkeypatch.setattr(kind, "few", 1)
+
+
 @every
 def test_every_scheme(case, kind):
     scheme = perturb(case.build(attention=kind))
     given = content(scheme, 5, 2)
     expected, state = by_states(scheme, given)
-    steps = Steps(scheme)
-    assert near(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
-    assert steps.length == 5
-    assert same(steps.state, state, near)
+    stream = Stream(scheme)
+    assert near(called(stream, given, *range(6)), expected)
+    assert stream.length == 5
+    assert same(stream.state, state, near)
+
+
+@pytest.mark.parametrize("decay", ["none", "retnet"])
+def test_a_shape_is_checked_once(monkeypatch, checks, decay):
+    no_few(monkeypatch)
+    scheme = isopos.rope(32, 3, decay=decay)
+    given, stream = content(scheme, 40, 2), Stream(scheme)
+    expected = scheme(*given, isopos.sequence(40), causal=True)
+    out = called(stream, given, 0, 5, 6, 7, 12, 13, 18, 25, 26, 33, 38, 39, 40)
+    close(out, expected, roundings=64)
+    assert checks == [5, 1, 7]
+    assert len(stream._chunks) == 2
+    for t in range(8, 8 + stream_module.CHUNKS):
+        stream(*content(scheme, t, 2))
+    assert len(stream._chunks) == stream_module.CHUNKS
+
+
+@NEEDED
+def test_a_few_tokens_go_one_by_one(checks, prepared):
+    scheme = isopos.retnet(32, 3)
+    given, stream = content(scheme, 60, 2), Stream(scheme)
+    expected, state = by_states(scheme, given)
+    out = called(stream, given, 0, 4, 8, 12, 14, 18, 38, 58, 60)
+    assert near(out, expected)
+    assert near(stream.state["sum0"], state["sum0"])
+    assert checks == [4, 1, 2, 20]
+    assert len(prepared) == 3 + 4 + 4 + 2
+
+
+@pytest.mark.parametrize("name", ["ape-grid", "rope-axial"])
+def test_positions_of_several_columns_are_given(name):
+    scheme = perturb(schemes.REGISTRY[name](16, 2))
+    given, x = content(scheme, 20, 2), isopos.grid(4, 5)
+    stream, expected = Stream(scheme), scheme(*given, x, causal=True)
+    close(called(stream, given, 0, 2, 3, 4, 5, 12, 19, 20, x=x), expected, roundings=64)
+    with pytest.raises(ValueError, match="x: expected positions, which go on by one on a line or a ring only, got none of"):
+        stream(*(a[..., :1, :] for a in given))
+    assert stream.length == 20
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_positions_may_leave_some_out(checks, samples):
+    scheme = isopos.retnet(16, 2)
+    given, stream = content(scheme, 12, 2), Stream(scheme)
+    x = torch.arange(12)[:, None] ** 2
+    x = torch.stack((x, x + 3)) if samples else x
+    expected = scheme(*given, x, causal=True)
+    close(called(stream, given, 0, 1, 2, 3, 6, 9, 10, 11, 12, x=x), expected, roundings=64)
+    assert checks == [1, 3]
+    before = stream.state
+    for t in (1, 3):
+        with pytest.raises(ValueError, match="decay: expected log decays that do not increase"):
+            stream(*(a[..., :t, :] for a in given), x[..., :t, :])
+    assert same(stream.state, before)
+    assert stream.length == 12
+
+
+def test_gradients_reach_through_chunks():
+    scheme, outs = isopos.retnet(16, 2), []
+    given = [a.requires_grad_() for a in content(scheme, 9, 2)]
+    with torch.enable_grad():
+        whole = torch.autograd.grad(scheme(*given, isopos.sequence(9), causal=True).square().sum(), given)
+        stream = Stream(scheme)
+        found = torch.autograd.grad(called(stream, given, 0, 3, 4, 5, 8, 9).square().sum(), given)
+    for own, other in zip(found, whole, strict=True):
+        close(own, other, roundings=64)
+    with torch.no_grad():
+        outs = called(stream, given, 0, 1, 2, 5, 8)
+    assert not outs.requires_grad
+
+
+def test_what_is_no_tensor_is_an_error_and_the_stream_goes_on():
+    scheme = isopos.rope(16, 2)
+    given, stream = content(scheme, 4, 2), Stream(scheme)
+    q, k, v = (a[..., :1, :] for a in given)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            for wrong in ((None, k, v), (q, [1.0], v), (q, k, "v")):
+                with pytest.raises(TypeError, match="expected a tensor, got"):
+                    stream(*wrong)
+            with pytest.raises(ValueError, match=r"positions: expected .* got list"):
+                stream(q, k, v, [[0]])
+            with pytest.raises(TypeError, match="windows"):
+                stream(q, k, v, windows=3)
+        stream(q, k, v)
+    assert stream.length == 2
+
+
+def test_an_old_name_and_what_was_pickled_by_it():
+    scheme = isopos.retnet(16, 2)
+    given, stream = content(scheme, 5, 2), Stream(scheme)
+    called(stream, given, 0, 1, 2, 3)
+    with pytest.warns(DeprecationWarning, match="beside is tables_from now"):
+        assert Stream(scheme, stream.state, length=3, beside=stream)._tables is stream._tables
+    text = pickle.dumps(stream, protocol=0)
+    for new, old in (("stream\nStream", "nn.steps\nSteps"), ("stream\nTables", "nn.steps\n_Ahead")):
+        assert f"cisopos.{new}".encode() in text
+        text = text.replace(f"cisopos.{new}".encode(), f"cisopos.{old}".encode())
+    with pytest.warns(DeprecationWarning, match="isopos.nn.steps") as told:
+        again = pickle.loads(text)
+    assert {str(one.message).split()[0] for one in told} == {"isopos.nn.steps.Steps", "isopos.nn.steps._Ahead"}
+    assert torch.equal(called(again, given, 3, 4, 5), called(stream, given, 3, 4, 5))
 
 
 @NEEDED
@@ -95,7 +225,7 @@ def test_every_scheme(case, kind):
 @pytest.mark.parametrize("name", PREPARED)
 def test_longer_than_tables_reach(prepared, name, denominator):
     scheme, length = perturb(schemes.REGISTRY[name](32, 3, denominator=denominator)), 2 * AHEAD + 3
-    given, steps = content(scheme, length, 2), Steps(scheme)
+    given, steps = content(scheme, length, 2), Stream(scheme)
     expected, state = by_states(scheme, given)
     assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
     assert len(prepared) == length - 1
@@ -113,7 +243,7 @@ class Hastening(Decay):
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 def test_each_step_has_the_decay_of_its_own_token(prepared, denominator):
     scheme = isopos.rope(32, 3, decay=Hastening(torch.full((3,), 0.01)), denominator=denominator)
-    given, steps = content(scheme, 12, 2), Steps(scheme)
+    given, steps = content(scheme, 12, 2), Stream(scheme)
     expected, state = by_states(scheme, given)
     assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
     assert len(prepared) == 11
@@ -125,12 +255,12 @@ def test_each_step_has_the_decay_of_its_own_token(prepared, denominator):
 def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominator):
     """The same operations as `linear_attention` has without a kernel, but for checks: bit for bit."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
-    monkeypatch.setattr(steps_module, "AHEAD", 4)
-    calls, call = [], torch_step.Prepared.__call__
-    monkeypatch.setattr(torch_step.Prepared, "__call__", lambda *args: calls.append(1) or call(*args))
+    monkeypatch.setattr(stream_module, "AHEAD", 4)
+    calls, call = [], TorchSteps.__call__
+    monkeypatch.setattr(TorchSteps, "__call__", lambda *args: calls.append(1) or call(*args))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         scheme, length = perturb(schemes.REGISTRY[name](16, 3, denominator=denominator)), 11
-        given, steps = content(scheme, length, 2, dtype=dtype), Steps(scheme)
+        given, steps = content(scheme, length, 2, dtype=dtype), Stream(scheme)
         expected, state = by_states(scheme, given)
         calls.clear()
         assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
@@ -145,7 +275,7 @@ def test_without_a_kernel_what_decayed_to_nothing_is_gone(monkeypatch, name):
     scheme = schemes.REGISTRY[name](16, 3, decay=Decay(torch.full((3,), 400.0)) if name == "retnet" else "none")
     q, k, v = content(scheme, 5, 2)
     v[:, :, 2] = torch.nan
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     out = torch.cat([steps(*token) for token in tokens((q, k, v))], -2)
     seen = [2] if name == "retnet" else [2, 3, 4]
     assert [i for i in range(5) if not out[..., i, :].isfinite().all()] == seen
@@ -155,7 +285,7 @@ def test_without_a_kernel_inference_mode_may_end(monkeypatch):
     """What is made inside cannot be written over outside: a step the long way, then prepared again."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     scheme = isopos.retnet(16, 3)
-    given, steps, outs = content(scheme, 8, 2), Steps(scheme), []
+    given, steps, outs = content(scheme, 8, 2), Stream(scheme), []
     for i, token in enumerate(tokens(given)):
         with torch.inference_mode(i < 4):
             outs.append(steps(*token).clone())
@@ -170,7 +300,7 @@ def test_one_layout_alone_may_change(prepared, changed):
     scheme = isopos.rope(32, 3)
     given = content(scheme, 6, 2)
     expected, _ = by_states(scheme, given)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     for i, token in enumerate(tokens(given)):
         token = [x.contiguous() for x in token]
         if i in (2, 4):
@@ -184,7 +314,7 @@ def test_layouts_may_change(prepared):
     scheme = isopos.rope(32, 3, decay="retnet")
     given = content(scheme, 9, 2)
     expected, _ = by_states(scheme, given)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     for i, (q, k, v) in enumerate(tokens(given)):
         if i in (4, 5):
             q = q.transpose(1, 2).contiguous().transpose(1, 2)  # heads of a token next to each other
@@ -195,12 +325,24 @@ def test_layouts_may_change(prepared):
 
 
 @NEEDED
+def test_another_layout_may_stay_when_tables_are_made_again(monkeypatch, prepared):
+    monkeypatch.setattr(stream_module, "AHEAD", 3)
+    scheme = isopos.rope(32, 3)
+    given, steps = content(scheme, 12, 2), Stream(scheme)
+    expected, _ = by_states(scheme, given)
+    for i, (q, k, v) in enumerate(tokens(given)):
+        q = q if i < 2 else torch.cat((q, q), -1)[..., :32]  # rows with a gap after each
+        assert torch.equal(steps(q, k, v), expected[..., i : i + 1, :])
+    assert len(prepared) == 11
+
+
+@NEEDED
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_does_not_fit_goes_the_long_way(prepared, fails):
     """A mask, options, gradients, other shapes: as attention has them, or its error; the stream goes on."""
     scheme = isopos.retnet(32, 3)
     given = content(scheme, 6, 2)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     first, second, third, *_ = tokens(given)
     steps(*first)
     steps(*second)
@@ -224,7 +366,7 @@ def test_what_does_not_fit_goes_the_long_way(prepared, fails):
 @NEEDED
 def test_gradients_are_not_lost(prepared):
     scheme = isopos.lrpe_unitary(32, 3, learned=True)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     for n, token in enumerate(tokens(content(scheme, 6, 2))):
         with torch.set_grad_enabled(n in (2, 4)):
             out = steps(*token)
@@ -237,7 +379,7 @@ def test_default_dtypes_are_not_those_of_steps(prepared):
     scheme = isopos.retnet(32, 3)
     given, before = content(scheme, 4, 2), torch.get_default_dtype()
     expected, _ = by_states(scheme, given)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     try:
         torch.set_default_dtype(torch.float64)
         with Clamped():
@@ -252,8 +394,8 @@ def test_default_dtypes_are_not_those_of_steps(prepared):
 def test_layers_share_tables(monkeypatch):
     scheme, calls = isopos.rope(32, 3), []
     given = content(scheme, AHEAD + 5, 2)
-    first = Steps(scheme)
-    layers = [first, Steps(scheme, beside=first), Steps(scheme, beside=first)]
+    first = Stream(scheme)
+    layers = [first, Stream(scheme, tables_from=first), Stream(scheme, tables_from=first)]
     at = type(scheme).at
 
     def watched(self, x, *arguments, state=None, **more):
@@ -264,11 +406,11 @@ def test_layers_share_tables(monkeypatch):
     for token in tokens(given):
         one, *others = (layer(*token) for layer in layers)
         assert all(torch.equal(one, other) for other in others)
-    assert calls == [1, 1, 1, AHEAD, AHEAD]
-    with pytest.raises(ValueError, match="beside"):
-        Steps(scheme, beside=first)
-    with pytest.raises(ValueError, match="beside"):
-        Steps(isopos.rope(32, 3), length=first.length, beside=first)
+    assert calls == [1, AHEAD, AHEAD]
+    with pytest.raises(ValueError, match="tables_from"):
+        Stream(scheme, tables_from=first)
+    with pytest.raises(ValueError, match="tables_from"):
+        Stream(isopos.rope(32, 3), length=first.length, tables_from=first)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +424,10 @@ def test_layers_share_tables(monkeypatch):
 def test_tables_reach_as_far_as_what_they_hold_for_a_token_allows(monkeypatch, name, heads, width, most, count):
     scheme, calls = schemes.REGISTRY[name](width, heads), []
     if most is not None:
-        monkeypatch.setattr(steps_module, "MOST", most)
+        monkeypatch.setattr(stream_module, "MOST", most)
     at = type(scheme).at
     monkeypatch.setattr(type(scheme), "at", lambda self, x, *args, **kw: calls.append(len(x)) or at(self, x, *args, **kw))
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     for token in tokens(content(scheme, 3)):
         steps(*token)
     assert calls[-1] == count
@@ -298,7 +440,7 @@ def test_a_state_given_or_taken_stays_as_it_is():
     expected, _ = by_states(scheme, given)
     _, state = by_states(scheme, [x[..., :3, :] for x in given])
     copy = State.from_state_dict(state.state_dict())
-    steps = Steps(scheme, state, length=3)
+    steps = Stream(scheme, state, length=3)
     later = list(tokens(given))[3:]
     outs = [steps(*later[0]), steps(*later[1])]
     middle = steps.state
@@ -307,22 +449,22 @@ def test_a_state_given_or_taken_stays_as_it_is():
     assert torch.equal(torch.cat(outs, -2), expected[..., 3:, :])
     assert same(state, copy)
     assert same(middle, kept)
-    swapped = Steps(scheme, middle.reorder(torch.tensor([1, 0])), length=5)
+    swapped = Stream(scheme, middle.reorder(torch.tensor([1, 0])), length=5)
     assert torch.equal(swapped(*(x.flip(0) for x in later[2])).flip(0), expected[..., 5:6, :])
-    with pytest.raises(ValueError, match="line or a ring"):
-        Steps(isopos.clock(32, 3))
+    with pytest.raises(ValueError, match="x: expected positions, which go on by one on a line or a ring only, got none of"):
+        Stream(isopos.clock(32, 3))(*later[0])
     with pytest.raises(ValueError, match="length: expected the number of tokens that the state has seen"):
-        Steps(scheme, middle)
+        Stream(scheme, middle)
     with pytest.raises(ValueError, match="state: expected one that has seen 9 tokens, got none"):
-        Steps(scheme, State(), length=9)
+        Stream(scheme, State(), length=9)
     with pytest.raises(TypeError, match="state"):
-        Steps(scheme, {})  # pyright: ignore[reportArgumentType]
+        Stream(scheme, {})  # pyright: ignore[reportArgumentType]
 
 
 @NEEDED
 def test_denominators_are_counted(prepared):
     scheme = isopos.none(32, 3, feature_map="identity")
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     q, k, v = torch.ones(3, 2, 3, 1, 32)
     steps(q, k, v)
     with Clamped() as clamped:
@@ -337,7 +479,7 @@ def test_positions_end_where_the_scheme_does():
     scheme = isopos.cosformer(32, 3, length=AHEAD // 2)
     given = content(scheme, AHEAD // 2 + 1)
     *first, last = tokens(given)
-    steps = Steps(scheme)
+    steps = Stream(scheme)
     for token in first:
         steps(*token)
     with pytest.raises(ValueError, match="positions"):
@@ -371,9 +513,9 @@ def test_copies_go_on_by_themselves(monkeypatch, how, compiled):
     if not compiled:
         monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     scheme = isopos.retnet(16, 3)
-    given, first = content(scheme, 7, 2), Steps(scheme)
+    given, first = content(scheme, 7, 2), Stream(scheme)
     expected, state = by_states(scheme, given)
-    steps = [first, Steps(scheme, beside=first)]
+    steps = [first, Stream(scheme, tables_from=first)]
     start, later = list(tokens(given))[:4], list(tokens(given))[4:]
     for token in start:
         for one in steps:
@@ -383,15 +525,15 @@ def test_copies_go_on_by_themselves(monkeypatch, how, compiled):
         assert torch.equal(torch.cat([one(*token) for token in later], -2), expected[..., 4:, :])
         assert one.length == 7
         assert all(torch.equal(x, state[name]) for name, x in one.state.tensors.items())
-    assert copies[0]._ahead is copies[1]._ahead
+    assert copies[0]._tables is copies[1]._tables
 
 
 def test_threads_may_share_tables(monkeypatch):
     """Tables are another thread's or one's own, never half of each."""
     scheme = isopos.rope(16, 3)
-    given, first, at = content(scheme, 9, 2), Steps(scheme), type(scheme).at
+    given, first, at = content(scheme, 9, 2), Stream(scheme), type(scheme).at
     expected, _ = by_states(scheme, given)
-    monkeypatch.setattr(steps_module, "AHEAD", 3)
+    monkeypatch.setattr(stream_module, "AHEAD", 3)
 
     def slowly(self, x, *arguments, **more):
         found = at(self, x, *arguments, **more)
@@ -399,7 +541,7 @@ def test_threads_may_share_tables(monkeypatch):
         return found
 
     monkeypatch.setattr(type(scheme), "at", slowly)
-    layers = [Steps(scheme, beside=first) for _ in range(4)]
+    layers = [Stream(scheme, tables_from=first) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda steps: torch.cat([steps(*token) for token in tokens(given)], -2), layers))
     assert all(torch.equal(out, expected) for out in found)
