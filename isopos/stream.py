@@ -236,7 +236,7 @@ class Stream:
         """Make tables of the next tokens, or of one at x; not of a scheme that was extended meanwhile."""
         problem, count, weights, dtype = self._problem, 1, None, steps.sums[0].dtype
         if x is None:
-            numbers, limit = sum(rho.numbers_a_token for rho in {problem.rho_q, problem.rho_k}), self.scheme.max_length
+            numbers, limit = sum(rho.numbers_per_token for rho in {problem.rho_q, problem.rho_k}), self.scheme.max_length
             count = min(AHEAD, MOST // max(1, numbers))
             count = max(1, count if limit is None else min(count, limit - self.length))
         at = self._at(problem.q, count, x, self._state)
