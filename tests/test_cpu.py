@@ -24,7 +24,7 @@ from isopos.feature_maps import FEATURE_MAPS
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation
 from isopos.ops import library
 from isopos.ops.linear import Clamped, cpu
-from isopos.ops.linear.walk import Operand
+from isopos.ops.linear.scan import Operand
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
 from isopos.state import State
 

@@ -14,7 +14,7 @@ from isopos.attention import reference
 from isopos.feature_maps import FeatureMap, elu1, identity
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling, TokenMap, axes
 from isopos.ops import linear as ops
-from isopos.ops.linear import walk
+from isopos.ops.linear import scan
 from isopos.ops.linear.autograd import Backend
 from isopos.ops.linear.division import clamp
 from isopos.ops.linear.features import ALL_READY, READY, Features
@@ -72,9 +72,9 @@ FEATURES = {  # and what becomes of the denominator
 @pytest.fixture
 def small(monkeypatch):
     """Several chunk groups, of one head each."""
-    monkeypatch.setattr(walk, "GROUP", 1)
-    monkeypatch.setattr(walk, "LEAST", 2)
-    monkeypatch.setattr(walk, "MOST", 2)
+    monkeypatch.setattr(scan, "GROUP", 1)
+    monkeypatch.setattr(scan, "LEAST", 2)
+    monkeypatch.setattr(scan, "MOST", 2)
 
 
 def total(sums, fuse):
@@ -164,9 +164,9 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
     q, k, v, *g = leaves = tensors(300, decay=0.1)
     outs = []
     for size, span in ((1 << 30, 100), (1, 1)):
-        monkeypatch.setattr(walk, "GROUP", size)
-        monkeypatch.setattr(walk, "LEAST", span)
-        monkeypatch.setattr(walk, "MOST", span)
+        monkeypatch.setattr(scan, "GROUP", size)
+        monkeypatch.setattr(scan, "LEAST", span)
+        monkeypatch.setattr(scan, "MOST", span)
         outs.append(ops.linear(ops.Sums(q, k, v, FEATURES["plain"][0], decays(g, 300, 300), causal, "divide")))
         outs[-1] = [outs[-1], *gradients(outs[-1], leaves)]
     for one_group, several in zip(*outs, strict=True):
@@ -176,7 +176,7 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
 @pytest.mark.parametrize("side", ["queries", "keys"])
 def test_groups_whose_decays_are_the_same_on_one_side_have_weights_of_their_own(monkeypatch, side):
     for name, size in {"CHUNK": 2, "GROUP": 1, "LEAST": 2, "MOST": 2}.items():
-        monkeypatch.setattr(walk, name, size)
+        monkeypatch.setattr(scan, name, size)
     leaves, ahead = tensors(16), torch.rand(3, 16, dtype=torch.float64)
     ahead[..., 3::4] = 0  # of the last key of a group, from which the next one counts
     same = -torch.arange(16.0, dtype=torch.float64).expand(3, 16)
@@ -186,7 +186,7 @@ def test_groups_whose_decays_are_the_same_on_one_side_have_weights_of_their_own(
 def test_groups_are_large_where_launches_cost():
     """A plan for another device than a CPU has one group of 8,192 tokens, and few of 65,536."""
     for shape, groups in (((2, 4, 8192, 64), 1), ((1, 2, 65536, 64), 8), ((8, 16, 4096, 64), 2)):
-        plan = walk.Plan(torch.empty(shape, device="meta"))
+        plan = scan.Plan(torch.empty(shape, device="meta"))
         assert (len(plan.places), len(plan.spans)) == (1, groups)
 
 
@@ -194,9 +194,9 @@ def test_groups_are_large_where_launches_cost():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_small_chunks_gradcheck(monkeypatch, causal, fuse):
-    monkeypatch.setattr(walk, "CHUNK", 2)
-    monkeypatch.setattr(walk, "LEAST", 1)
-    monkeypatch.setattr(walk, "MOST", 1)
+    monkeypatch.setattr(scan, "CHUNK", 2)
+    monkeypatch.setattr(scan, "LEAST", 1)
+    monkeypatch.setattr(scan, "MOST", 1)
     features, denominator = FEATURES["plain"]
 
     def f(q, k, v, g):
@@ -228,8 +228,8 @@ def test_decays_of_heads_broadcast():
 
 
 def test_states_are_kept_for_gradients_only(monkeypatch, small):
-    original, counts = walk._forward, []
-    monkeypatch.setattr(walk, "_forward", lambda *given, **options: counts.append(original(*given, **options)) or counts[-1])
+    original, counts = scan._forward, []
+    monkeypatch.setattr(scan, "_forward", lambda *given, **options: counts.append(original(*given, **options)) or counts[-1])
     q, k, v = tensors(300)
     for _ in range(2):
         ops.linear(ops.Sums(q, k, v, ALL_READY))

@@ -28,7 +28,7 @@ from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
-from isopos.ops.linear import walk
+from isopos.ops.linear import scan
 from isopos.positions import sequence
 
 RATES = torch.tensor([0.05, 0.4], dtype=torch.float64)
@@ -74,7 +74,7 @@ def masks(t):
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
     """In groups of one chunk of eight tokens, the last of which is shorter."""
     for name, size in {"CHUNK": 8, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
-        monkeypatch.setattr(walk, name, size)
+        monkeypatch.setattr(scan, name, size)
     t, encoding = 18, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
     q, k, v = leaves = with_edges(*inputs(2, t=t, e=5, requires_grad=True))
     x = ascending(2, t)

@@ -244,11 +244,13 @@ def _clipped_sum_backward(
         order, start = box.corners_by_cell()
         grad_sums = box.prefix(v[sample])  # read, then overwritten head by head
         for head, sums in enumerate(grad_sums):
-            upstream, weights = grad[sample, head].double(), weight[sample, head].flatten()[order]
-            rows = zip(box.corner.split(block), upstream.split(block), grad_weight[sample, head].split(block), strict=True)
+            grad_output, weights = grad[sample, head].double(), weight[sample, head].flatten()[order]
+            rows = zip(
+                box.corner.split(block), grad_output.split(block), grad_weight[sample, head].split(block), strict=True
+            )
             for cells, row, out in rows:
                 torch.bmm(sums[cells], row[..., None], out=out[..., None])
-            sums.copy_(F.embedding_bag(order // corners, upstream, start, mode="sum", per_sample_weights=weights))
+            sums.copy_(F.embedding_bag(order // corners, grad_output, start, mode="sum", per_sample_weights=weights))
         grad_v[sample] = box.prefix_backward(grad_sums)
     return grad_weight, grad_v
 

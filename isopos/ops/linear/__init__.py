@@ -7,13 +7,13 @@ One primitive carries everything:
 A denominator is the same sum with v = 1, of the same features ("encoded") or of others ("plain"). q, k ``[*b h t d]`` are
 features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along
 tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the
-causal sum, and one over j > i that walks from the last token to the first. The specification is the definition in
-`isopos.attention.reference`; the fast sums walk over chunks and are tested against it.
+causal sum, and one over j > i that scans from the last token to the first. The specification is the definition in
+`isopos.attention.reference`; the fast sums scan over chunks and are tested against it.
 
 The words. Inputs are q, k and v as they come; their *features* are phi of them, then a map of positions (`Features` says
 which, as data). A *mask* says which keys take part. The *log decay* g weighs the past. The *denominator* is what sums are
 divided by. A *chunk* is some tokens whose weights are formed explicitly; a *chunk group* is a few of them, of a few heads,
-that go through one operation; a *walk* visits the groups of some heads (a `Slices`). A *state* is the sum of k v^T over the
+that go through one operation; a *scan* visits the groups of some heads (a `Slices`). A *state* is the sum of k v^T over the
 tokens before. *Buffers* are memory that is used again. A *stream* is a sequence that comes in pieces, a *step* one token of
 it. `Sums` is a problem, checked and complete; a *backend* serves it or says why not, and one with passes of its own is a
 *kernel*.

@@ -4,7 +4,7 @@ For the tokens j of a query's own chunk weights are formed, those before it are 
 
     total_i = sum_{j in chunk, j <= i} <q_i, k_j> exp(g_i - g_j) v_j + q_i^T (sum_{j before chunk} exp(g_i - g_j) k_j v_j^T)
 
-The backward pass walks back, makes features again and saves one state a chunk group. All chunks of a group go through one
+The backward pass scans back, makes features again and saves one state a chunk group. All chunks of a group go through one
 batched product at a time, into buffers that the next group uses again; only the states run from chunk to chunk.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from isopos.exact import cast_down
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
-from isopos.ops.linear.walk import Groups, Layout, Operand, Plan, Span, Upstream, Walk, Walking
+from isopos.ops.linear.scan import Groups, Layout, Operand, OutputGradient, Plan, Scan, ScanKernel, Span
 
 
 def _back(rows: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _back(rows: Tensor) -> Tensor:
 class Weights(ABC):
     """The weights of a chunk group: inside its chunks, and between a chunk and the state that comes before it.
 
-    A `reverse` walk goes from the last token to the first and leaves out the diagonal.
+    A `reverse` scan goes from the last token to the first and leaves out the diagonal.
     """
 
     def __init__(self, layout: Layout, reverse: bool):
@@ -58,7 +58,7 @@ class Weights(ABC):
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
         """A state ``[*b h . .]`` after all chunks; what it is before each comes `into` ``[n . .]``.
 
-        `added` ``[n . .]`` is what each chunk adds. With `back` the walk goes the other way.
+        `added` ``[n . .]`` is what each chunk adds. With `back` the scan goes the other way.
         """
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Fading(Weights):
 
 
 @dataclass(eq=False)
-class ChunkWalk(Walk):
+class ChunkWalk(Scan):
     """Causal sums forward, and those over later tokens in reverse."""
 
     weights: dict[Layout, list[Weights]] = field(default_factory=dict)
@@ -256,13 +256,13 @@ class ChunkWalk(Walk):
         after = weights.carry(state, added, before, back=back)
         return weights.layout.apart(before), after
 
-    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
-        upstream.split(self.plan.sizes)
+    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        grad_output.split(self.plan.sizes)
         after = [torch.zeros_like(state) for state in states[0]]
         for n, before in zip(reversed(self.order), reversed(states), strict=True):
             here = slice(*self.plan.spans[n][:2])
             weights, q, k, v = self._read(n)
-            grad, less = upstream.rows(n, weights.layout, v.shape[-1], self.buffers)
+            grad, less = grad_output.rows(n, weights.layout, v.shape[-1], self.buffers)
             grads, after = self._sums_backward(weights, q, k, v, before, grad, less, after)
             for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
                 scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
@@ -283,25 +283,25 @@ class ChunkWalk(Walk):
         grad_faded = weights.faded(grad, "before", buffers("grad faded", *grad.shape))
         after = buffers("after", n, d, v.shape[-1])
         added = torch.bmm(q[0].mT, grad_faded, out=buffers("added", n, d, v.shape[-1]))
-        befores = [weights.carry(afters[0], added, after, back=True)]
+        prefixes = [weights.carry(afters[0], added, after, back=True)]
         dq = torch.bmm(grad_faded, before.mT, out=buffers("dq", n, c, d)).baddbmm_(grad_scores, k[0])
         dk = weights.fade(torch.bmm(v, after.mT, out=buffers("dk", n, c, d)), "after").baddbmm_(grad_scores.mT, q[0])
         dv = torch.bmm(faded, after, out=buffers("dv", *v.shape)).baddbmm_(scores.mT, grad)
         if less is None:
-            return ((dq,), (dk,), (dv,)), befores
+            return ((dq,), (dk,), (dv,)), prefixes
         keys, _ = self._rows(weights, faded if shared else weights.faded(k[1], "after", None), states[1])
         product, faded_less = buffers("product", *q[-1].shape), weights.faded(less, "before", None)
         later, before_keys = self._rows(weights, torch.mul(q[-1], faded_less, out=product), afters[1], back=True)
-        befores.append(before_keys)
+        prefixes.append(before_keys)
         if shared:
             weights.layout.apart(dq).addcmul_(weights.layout.apart(faded_less), keys, value=-1)
-            return ((dq,), (weights.add(dk, "after", later, -1),), (dv,)), befores
+            return ((dq,), (weights.add(dk, "after", later, -1),), (dv,)), prefixes
         seen, more = weights.add(weights.prefix(k[1]), "before", keys, 1), -less
         dk_own = weights.suffix(torch.mul(q[1], more, out=product))
-        return ((dq, seen.mul_(more)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), befores
+        return ((dq, seen.mul_(more)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), prefixes
 
 
-class Whole(Walk):
+class Whole(Scan):
     """Sums over every key without decay: two products, group by group, with one state."""
 
     @property
@@ -322,14 +322,14 @@ class Whole(Walk):
             denominator = (q[-1] * states[1]).sum(-1, keepdim=True) if self.denominator else None
             yield n, q[0] @ states[0], denominator, [] if n else states
 
-    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         (queries, keys, values), (sums,) = self.operands, states
         grads = [torch.zeros_like(x) for x in sums]
-        upstream.split(self.plan.sizes)
+        grad_output.split(self.plan.sizes)
         for n, span in enumerate(self.plan.spans):
             q = queries.read(n, span)
             layout = Layout(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
-            rows, less = upstream.rows(n, layout, sums[0].shape[-1], self.buffers)
+            rows, less = grad_output.rows(n, layout, sums[0].shape[-1], self.buffers)
             grad = layout.tokens(rows)
             grads[0].add_(q[0].mT @ grad)
             dq = [grad @ sums[0].mT]
@@ -346,7 +346,7 @@ class Whole(Walk):
             values.pull(n, span, [dv])
 
 
-class Chunks(Walking):
+class Chunks(ScanKernel):
     """PyTorch's operations, chunk by chunk: any device, any floating dtype."""
 
     name = "chunks"
@@ -354,7 +354,7 @@ class Chunks(Walking):
     def serves(self, sums: Sums) -> str:
         return refusal(sums)
 
-    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
         denominator = sums.denominator is not None
         if not sums.causal and g is None:
             return [Whole(operands, plan, None, buffers, denominator)]

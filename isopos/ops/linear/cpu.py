@@ -20,7 +20,7 @@ from isopos.ops.linear.autograd import needs, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
-from isopos.ops.linear.walk import CHUNK, Groups, Operand, Plan, Span, Upstream, Walk, Walking, operands_of
+from isopos.ops.linear.scan import CHUNK, Groups, Operand, OutputGradient, Plan, Scan, ScanKernel, Span, operands_of
 from isopos.ops.slices import Slices
 
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
@@ -104,27 +104,27 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 class Pass:
-    """Some tokens of the heads of a walk, described for the library. Tensors that it points to live as long as it does.
+    """Some tokens of the heads of a scan, described for the library. Tensors that it points to live as long as it does.
 
     Attributes:
         shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up. Of
             one state, where that is of all keys.
     """
 
-    def __init__(self, walk: "CpuWalk", n: int):
-        self.operands, self.n, self.span, buffers = walk.operands, n, walk.plan.spans[n], walk.buffers
-        self.spans, self.all_keys = (self.span, *[walk.of_keys.spans[n]] * 2), walk.all_keys
-        operands, denominator = self.operands, walk.denominator
+    def __init__(self, scan: "CpuWalk", n: int):
+        self.operands, self.n, self.span, buffers = scan.operands, n, scan.plan.spans[n], scan.buffers
+        self.spans, self.all_keys = (self.span, *[scan.of_keys.spans[n]] * 2), scan.all_keys
+        operands, denominator = self.operands, scan.denominator
         self.leading = operands[0].xs[n].shape[:-2]
         self.alive: list[Tensor] = []
         heads, length = self.leading.numel(), self.span.stop - self.span.start
         keys = self.spans[1].stop - self.spans[1].start
         call = self.call = Call(Sizes(heads, self.leading[-1], length, keys), floor=EPS)
-        call.flags = Flags(denominator, 0, n == walk.order[0], n == walk.order[-1], walk.reverse)
+        call.flags = Flags(denominator, 0, n == scan.order[0], n == scan.order[-1], scan.reverse)
         size, split = call.size, call.split
         split.threads = torch.get_num_threads()
         self.rows: list[Sequence[Tensor] | None] = []
-        closed = walk.notes["closed"] if walk.plan.whole else [None] * len(operands)
+        closed = scan.notes["closed"] if scan.plan.whole else [None] * len(operands)
         widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, closed, strict=True)]
         _, (size.d, size.own), (size.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
@@ -204,7 +204,7 @@ class Pass:
         return library.run(run, call)
 
     def backward(
-        self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], upstream: Upstream, decays: bool
+        self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], grad_output: OutputGradient, decays: bool
     ) -> Sequence[Tensor]:
         """Write gradients of the operands, and return those of log decays ``[*b h t]`` if they are wanted.
 
@@ -212,7 +212,7 @@ class Pass:
         """
         call = self.call
         self._prepare(g, grads, saved)
-        grad, out, denominator = (None if part is None else part[self.n] for part in upstream.parts)
+        grad, out, denominator = (None if part is None else part[self.n] for part in grad_output.parts)
         assert grad is not None
         grad = flat(grad)
         call.out.grad, call.size.values = view(grad), grad.shape[-1]
@@ -253,7 +253,7 @@ class Pass:
 
 
 @dataclass(eq=False)
-class CpuWalk(Walk):
+class CpuWalk(Scan):
     """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
 
     Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem. Those over all keys
@@ -278,13 +278,13 @@ class CpuWalk(Walk):
             self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
             yield n, None, None, saved
 
-    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
-        upstream.split(self.plan.sizes)
+    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        grad_output.split(self.plan.sizes)
         after = [torch.zeros_like(state if self.all_keys else state[..., 0, :, :]) for state in states[0]]
         for n, saved in zip(reversed(self.order), reversed(states), strict=True):
             span, part = self.plan.spans[n], Pass(self, n)
             for every, scale in zip(
-                grad_g, part.backward(self.g, saved, after, upstream, bool(grad_g)), strict=bool(grad_g)
+                grad_g, part.backward(self.g, saved, after, grad_output, bool(grad_g)), strict=bool(grad_g)
             ):
                 every[..., span.start : span.stop].add_(scale)
 
@@ -371,7 +371,7 @@ class CpuSteps:
         return out
 
 
-class Cpu(Walking):
+class Cpu(ScanKernel):
     """The C kernel, chunk by chunk, and a token of a stream at a time."""
 
     name = "cpu"
@@ -435,7 +435,7 @@ class Cpu(Walking):
             sums.notes["closed"] = _closed(operands)
         return Plan(sums.q, cut=not all(sums.notes["closed"]))
 
-    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
+    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
         denominator = sums.denominator is not None
         every = not sums.causal and g is None
         directions = (False,) if sums.causal or every else (False, True)

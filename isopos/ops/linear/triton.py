@@ -1,7 +1,7 @@
 """Linear attention by Triton's kernels, on CUDA devices: features, positions, decay, sums and division in one go.
 
 Nothing is in memory but inputs, outputs, and a state a segment: as many segments as fill the device. Features are made again
-in each walk. Sums have the dtype that all inputs have, unless they are yet to be divided or their inputs differ: then they
+in each scan. Sums have the dtype that all inputs have, unless they are yet to be divided or their inputs differ: then they
 are float32. Accuracy: features of bfloat16 inputs are rounded to bfloat16 again after phi and positions, as are weights and
 states where they are multiplied; float16 goes through TF32, of as many digits, before sm_100; float32 through three products
 of TF32, to some 1e-6.
@@ -127,7 +127,7 @@ class Config(NamedTuple):
         far_values: Of a launch of `gradients`.
         warps: Of a program.
         stages: Chunks whose loads are under way.
-        together: Whether keys and values get their gradients in one walk, which reads less and needs more registers.
+        together: Whether keys and values get their gradients in one scan, which reads less and needs more registers.
     """
 
     chunk: int
@@ -182,7 +182,7 @@ def config(
 
 
 class Way(NamedTuple):
-    """A walk: back or not, and whether a token leaves itself out, as one of two ways does."""
+    """A scan: back or not, and whether a token leaves itself out, as one of two ways does."""
 
     reverse: bool
     strict: bool
@@ -226,9 +226,9 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _segments(most: int, programs: int, room: int) -> int:
-    """Into how many segments programs cut their walks, so that the last one ends soonest where there is room for so many.
+    """Into how many segments programs cut their scans, so that the last one ends soonest where there is room for so many.
 
-    All segments of a walk but its last are read once more beforehand: half of what the walk itself moves.
+    All segments of a scan but its last are read once more beforehand: half of what the scan itself moves.
     """
     most = max(1, min(most, -(-2 * room // programs)))
     return min(range(1, most + 1), key=lambda n: -(-programs * n // room) / n * (1.5 - 0.5 / n))
@@ -333,12 +333,12 @@ class Call:
         shape = self.shapes[n]._replace(blocks=blocks, part=part)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
-    def befores(
+    def prefixes(
         self, n: int, less: Tensor | None, values: Values, way: Way, first: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What they leave before each segment, None for nothing; and of a stream after all of them.
 
-        `first` is what a stream has before the segment that the walk meets first. Of all keys it is what all segments leave.
+        `first` is what a stream has before the segment that the scan meets first. Of all keys it is what all segments leave.
         """
         kernels, shape, heads, last = _kernels(), self.shapes[n], self.leading.numel(), None
         if shape.segments == 1 and self.sums.stream is None and not self.every:
@@ -360,11 +360,17 @@ class Call:
         return out, last
 
     def outputs(
-        self, n: int, values: Values, befores: Tensor | None, out: Tensor, denominators: Sequence[Tensor | None], way: Way
+        self,
+        n: int,
+        values: Values,
+        prefixes: Tensor | None,
+        out: Tensor,
+        denominators: Sequence[Tensor | None],
+        way: Way,
     ) -> None:
-        """Write what they gather of the others, and denominators: those of the walk before and of this one, or none.
+        """Write what they gather of the others, and denominators: those of the scan before and of this one, or none.
 
-        The last walk divides. Blocks of values read the former and one writes the latter, so that these are not one tensor.
+        The last scan divides. Blocks of values read the former and one writes the latter, so that these are not one tensor.
         """
         earlier, final = denominators or (None, None)
         own: dict[str, Any] = {"DENOMINATOR": self.own if denominators else "none"} | way.constants
@@ -374,22 +380,22 @@ class Call:
             later = final if last or final is None else torch.empty_like(final)
             rows = map(self.optional, (out, earlier, later))
             own |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
-            given = *self.pair(n), values, self.borders, befores, *rows
+            given = *self.pair(n), values, self.borders, prefixes, *rows
             self.launch(_kernels().outputs, n, self.parts, *given, part=part, **own)
             earlier = later
 
     def gradients(
-        self, n: int, less: Tensor | None, pair: Sequence[Values], befores: Tensor | None, sink: "_Sink", way: Way
+        self, n: int, less: Tensor | None, pair: Sequence[Values], prefixes: Tensor | None, sink: "_Sink", way: Way
     ) -> None:
         """Write their gradients; `pair` are values of queries and keys. The first part has those of denominators."""
         own = self.of_both(n, self.config.features, self.config.far_values) | way.constants
         for part in range(self.e // self.config.far_values):
-            given = *self.pair(n, None if part else less), pair[n], pair[1 - n], self.borders, befores, sink.grads(way)
+            given = *self.pair(n, None if part else less), pair[n], pair[1 - n], self.borders, prefixes, sink.grads(way)
             own |= {"DENOMINATOR": "none" if part else self.own, "ADD": way.strict or part > 0}
             self.launch(_kernels().gradients, n, self.blocks, *given, part=part, **own)
 
     def turned(self, states: Tensor) -> Tensor:
-        """Gradients of states ``[*b h .]`` as walks sum them up: of denominators, less these. The other way round, too."""
+        """Gradients of states ``[*b h .]`` as scans sum them up: of denominators, less these. The other way round, too."""
         size = self.shapes[0].features * self.shapes[0].columns
         return torch.cat((states[..., :size], -states[..., size:]), -1)
 
@@ -484,7 +490,7 @@ class Triton(Kernel):
         saved, earlier = [], None
         with torch.cuda.device_of(sums.q):
             for way in call.ways:
-                before, after = call.befores(1, None, call.values(), way, *_before(sums))
+                before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
                 saved += [] if before is None else [before]
                 own = denominators if way is call.ways[-1] else torch.empty_like(denominators)
                 pair = () if sums.denominator is None else (earlier, own)
@@ -515,7 +521,7 @@ class Triton(Kernel):
                 sinks[1].v = dv
             for way in call.ways:
                 before, first = next(states, None), None if of_after is None else call.turned(of_after)
-                after, of_before = call.befores(0, less, pair[0], way.back, first)
+                after, of_before = call.prefixes(0, less, pair[0], way.back, first)
                 call.gradients(0, less, pair, before, sinks[0], way)
                 call.gradients(1, less, pair, after, sinks[1], way.back)
                 if sinks[1].v is None:

@@ -1,9 +1,9 @@
-"""Linear attention by Triton: three walks over chunks of tokens that are one and the same.
+"""Linear attention by Triton: three scans over chunks of tokens that are one and the same.
 
     out_i = sum_j w_ij <q_i, k_j> v_j       dq_i = sum_j w_ij <grad_i, v_j> k_j       dk_j, dv_j: the same, from j to i
 
 In each of them *readers* gather what *feeders* left in a state: sums of features times values, from chunk to chunk times a
-decay. A walk goes through the tokens in order or, `REVERSE`, back; a program takes a *segment* of it, some chunks of one
+decay. A scan goes through the tokens in order or, `REVERSE`, back; a program takes a *segment* of it, some chunks of one
 head, and holds the state in registers. What all segments before it have left is found first: `states` sums up each segment
 by itself, and `scan` adds these up. Of all keys without a decay the state is one, the sum over all segments: readers gather
 from it alone, and have no feeders (None).
@@ -41,7 +41,7 @@ def states(
 ):
     """What each segment alone leaves in the state. Programs: blocks of features, by those of values, of heads; segments.
 
-    Zero for the segment that the walk meets last, which nobody reads, but with ALL.
+    Zero for the segment that the scan meets last, which nobody reads, but with ALL.
     """
     place, parts = tiles.place_of(shape), tl.cdiv(shape.columns, E)
     block, part = tiles.block_of(shape) // parts, tiles.block_of(shape) % parts
@@ -106,13 +106,13 @@ def scan(
 
 
 @jit
-def _before(befores, shape, block, column, X: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DENOMINATOR: tl.constexpr):
+def _before(prefixes, shape, block, column, X: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DENOMINATOR: tl.constexpr):
     """The state that a segment begins with, of a block of features: sums ``[D E]`` and those of a denominator."""
     state, own = tl.zeros((D, E), tl.float32), tl.zeros((X if DENOMINATOR == "plain" else D,), tl.float32)
-    if befores is not None:
-        state = tiles.load_state(befores, shape, block * D + tl.arange(0, D), column)
+    if prefixes is not None:
+        state = tiles.load_state(prefixes, shape, block * D + tl.arange(0, D), column)
         if DENOMINATOR != "none":
-            own = tiles.load_own_state(befores, shape, block * own.shape[0] + tl.arange(0, own.shape[0]))
+            own = tiles.load_own_state(prefixes, shape, block * own.shape[0] + tl.arange(0, own.shape[0]))
     return state, own
 
 
@@ -167,7 +167,7 @@ def outputs(
     feeders,
     values,
     borders,
-    befores,
+    prefixes,
     out,
     earlier,
     denominators,
@@ -194,7 +194,7 @@ def outputs(
     """
     place, first = tiles.place_of(shape), shape.part * X
     column = tiles.block_of(shape) * E + tl.arange(0, E)
-    state, own = _before(befores, shape, shape.part, column, X, D, E, DENOMINATOR)
+    state, own = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
@@ -334,7 +334,7 @@ def gradients(
     of_readers,
     of_feeders,
     borders,
-    befores,
+    prefixes,
     grads,
     shape,
     C: tl.constexpr,
@@ -358,7 +358,7 @@ def gradients(
     """
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
     column = shape.part * E + tl.arange(0, E)
-    state, own = _before(befores, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
+    state, own = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
     of_normal = tl.zeros((X,), tl.float32)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)

@@ -1,7 +1,7 @@
 """Sums over windows: a query's own key and the nearest ones, at a cost that does not grow with the window.
 
 Tokens are cut into blocks as long as the window. The window of a query is then the first part of its own block and the last
-part of the block before it, and both are sums that walk: from the first key of the block to the query, and from the last key
+part of the block before it, and both are sums that scan: from the first key of the block to the query, and from the last key
 of the block before to the first one in the window. So no sum is a difference of two, which would lose digits and could
 vanish. Without causal the first part of the block after joins them. (Van Herk 1992 and Gil and Werman 1993 take running
 maxima so.)

@@ -1,4 +1,4 @@
-"""What a walk over the tokens of some heads is made of: its plan, its operands with their gradients, and the walk itself."""
+"""What a scan over the tokens of some heads is made of: its plan, its operands with their gradients, and the scan itself."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -38,10 +38,10 @@ class Span(NamedTuple):
 class Plan:
     """How ``[*b h t d]`` is cut into groups of about GROUP features: of all heads that fit, then of more tokens.
 
-    Or, for a walk that needs no memory for more, not cut: all tokens of all heads, and of the samples of one axis.
+    Or, for a scan that needs no memory for more, not cut: all tokens of all heads, and of the samples of one axis.
 
     Attributes:
-        places: Heads and samples that walk together.
+        places: Heads and samples that scan together.
         spans: Chunk groups of a place: of whole chunks, then the tokens that are left.
         whole: Whether one place and one group is all there is.
     """
@@ -100,7 +100,7 @@ class Layout:
 
 
 class Operand:
-    """One input of a walk with what makes its features; in the backward pass with its gradient and those of their tensors.
+    """One input of a scan with what makes its features; in the backward pass with its gradient and those of their tensors.
 
     `needs` says which tensors need a gradient, `grads` are buffers for them (None for the others).
     """
@@ -196,16 +196,16 @@ def operands_of(sums: Sums, needs: Sequence[bool]) -> tuple[list[Operand], Buffe
     return found, buffers
 
 
-class Upstream:
+class OutputGradient:
     """The gradient of the output, and for a division the output and its denominator."""
 
     def __init__(self, grad: Tensor, out: Tensor | None = None, denominator: Tensor | None = None):
         self.all = (grad, out, denominator)
 
-    def at(self, place: Slices) -> "Upstream":
+    def at(self, place: Slices) -> "OutputGradient":
         """That of some heads and samples."""
         grad, *rest = self.all
-        return Upstream(place.of(grad, -3, -2), *(None if x is None else place.of(x, -3, -2) for x in rest))
+        return OutputGradient(place.of(grad, -3, -2), *(None if x is None else place.of(x, -3, -2) for x in rest))
 
     def split(self, sizes: Sequence[int]) -> None:
         """Cut tokens into chunk groups."""
@@ -228,8 +228,8 @@ Groups = Iterator[tuple[int, Tensor | None, Tensor | None, list[Tensor]]]
 
 
 @dataclass(eq=False)
-class Walk(ABC):
-    """One walk over the tokens of some heads, forward and back.
+class Scan(ABC):
+    """One scan over the tokens of some heads, forward and back.
 
     `reverse` goes from the last token to the first, without the diagonal. Gradients go to the operands.
     """
@@ -265,7 +265,7 @@ class Walk(ABC):
         """
 
     @abstractmethod
-    def backward(self, upstream: Upstream, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
         """Add the gradients of the operands and of the log decays, given the states of `forward` in its order."""
 
     def _empty(self, d: int, e: int, own: int) -> list[Tensor]:
@@ -274,25 +274,25 @@ class Walk(ABC):
         return [like.new_zeros(*self.leading, *shape, dtype=self.buffers.dtype) for shape in shapes]
 
 
-class Walking(Kernel, ABC):
-    """A kernel that walks over chunk groups. It saves one state a group, and computes the rest again."""
+class ScanKernel(Kernel, ABC):
+    """A kernel that scans over chunk groups. It saves one state a group, and computes the rest again."""
 
     @abstractmethod
-    def walks(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Walk]:
-        """The walks over some heads whose results add up."""
+    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
+        """The scans over some heads whose results add up."""
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """How the operands are cut."""
         return Plan(sums.q)
 
-    def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Slices, list[Walk]]]:
+    def _places(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Slices, list[Scan]]]:
         plan = self.plan(sums, operands)
         for place in plan.places:
             g = None
             if sums.g is not None:
                 keys = place.of(sums.g[1], -2, -1)
                 g = (keys if sums.g[0] is sums.g[1] else place.of(sums.g[0], -2, -1), keys)
-            yield place, self.walks([operand.at(place) for operand in operands], plan, g, buffers, sums)
+            yield place, self.scans([operand.at(place) for operand in operands], plan, g, buffers, sums)
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         divide, keep, e = sums.denominator == "divide", any(needs), sums.v.shape[-1]
@@ -300,9 +300,9 @@ class Walking(Kernel, ABC):
         out = sums.q.new_empty(*sums.q.shape[:-1], e + (sums.denominator == "column"), dtype=buffers.dtype)
         denominator = out.new_empty(*sums.q.shape[:-1], 1) if divide else out[..., e:]
         states: list[Tensor] = []
-        for place, walks in self._places(sums, operands, buffers):
+        for place, scans in self._places(sums, operands, buffers):
             outs = [place.of(x, -3, -2) for x in (out[..., :e], denominator)]
-            states += _forward(walks, *outs, divide=divide, keep=keep)
+            states += _forward(scans, *outs, divide=divide, keep=keep)
         return out, [out, denominator, *states] if divide else states
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -310,29 +310,29 @@ class Walking(Kernel, ABC):
         for operand in operands:
             operand.open()
         first = 2 if sums.denominator == "divide" else 0
-        upstream, states = Upstream(grad, *saved[:first]), iter(saved[first:])
+        grad_output, states = OutputGradient(grad, *saved[:first]), iter(saved[first:])
         g, shape = sums.g if sums.g is not None and any(needs[3:5]) else (), sums.q.shape[:-2]
         grad_g = [x.new_zeros(*shape, x.shape[-1]) for x in g]
-        for place, walks in self._places(sums, operands, buffers):
-            _backward(walks, upstream.at(place), states, [place.of(x, -2, -1) for x in grad_g])
+        for place, scans in self._places(sums, operands, buffers):
+            _backward(scans, grad_output.at(place), states, [place.of(x, -2, -1) for x in grad_g])
         own = [x for operand in operands for x in operand.grads]
         return [*(operand.grad for operand in operands), *(grad_g or (None, None)), *own]
 
 
-def _forward(walks: Sequence[Walk], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
-    """Write sums and denominators of all walks of a place, divide at the last; return the states if they are to be kept."""
+def _forward(scans: Sequence[Scan], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
+    """Write sums and denominators of all scans of a place, divide at the last; return the states if they are to be kept."""
     states: list[Tensor] = []
-    outs, denominators = (split(x, walks[0].plan.sizes) for x in (out, denominator))
-    for walk in walks:
-        for n, total, own, before in walk.forward(outs, denominators, keep=keep, divide=divide and walk is walks[-1]):
+    outs, denominators = (split(x, scans[0].plan.sizes) for x in (out, denominator))
+    for scan in scans:
+        for n, total, own, before in scan.forward(outs, denominators, keep=keep, divide=divide and scan is scans[-1]):
             states += before if keep else []
             if total is None:
-                if divide and walk is walks[-1]:
+                if divide and scan is scans[-1]:
                     count(denominators[n])
                 continue
-            if walk is not walks[0]:
+            if scan is not scans[0]:
                 total, own = total.add_(outs[n]), own if own is None else own + denominators[n]
-            if own is not None and divide and walk is walks[-1]:
+            if own is not None and divide and scan is scans[-1]:
                 own = clamp(own)
                 torch.div(total, own, out=outs[n])
             else:
@@ -342,9 +342,9 @@ def _forward(walks: Sequence[Walk], out: Tensor, denominator: Tensor, *, divide:
     return states
 
 
-def _backward(walks: Sequence[Walk], upstream: Upstream, states: Iterator[Tensor], grad_g: list[Tensor]) -> None:
-    """Add the gradients of all walks of a place, which take their states one by one."""
-    for walk in walks:
-        walk.backward(upstream, [[next(states) for _ in range(1 + walk.denominator)] for _ in range(walk.states)], grad_g)
-        for operand in walk.operands:
+def _backward(scans: Sequence[Scan], grad_output: OutputGradient, states: Iterator[Tensor], grad_g: list[Tensor]) -> None:
+    """Add the gradients of all scans of a place, which take their states one by one."""
+    for scan in scans:
+        scan.backward(grad_output, [[next(states) for _ in range(1 + scan.denominator)] for _ in range(scan.states)], grad_g)
+        for operand in scan.operands:
             operand.first = False
