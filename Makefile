@@ -37,9 +37,10 @@ docs: .venv/.installed-docs     ## the site in site/: runs the tutorials, builds
 fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders, EXAMPLES=1000 of each
 	@$(BIN)/pytest --hypothesis-profile=fuzz -m "not slow" $(ARGS) tests/test_fuzz.py || { echo "last case: build/fuzz.txt"; exit 1; }
 
-lint: .venv/.installed-dev      ## check style, format and types
+lint: .venv/.installed-dev      ## check style, format, spelling, words and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/codespell isopos tools benchmarks docs README.md CONTRIBUTING.md SECURITY.md RELEASING.md
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 format: .venv/.installed-dev    ## format the code and repair what ruff can

@@ -66,7 +66,7 @@ def _fla_linear(module: Any, *_: Any) -> Workload:
 
 
 def _fla_gated(module: Any, *_: Any) -> Workload:
-    """With RetNet's decays, one a head as in fla's retention: gates of tokens would have gradients, too."""
+    """With RetNet's decays, one per head as in fla's retention: gates of tokens would have gradients, too."""
     rates = cache(lambda heads, device: -retnet_rates(heads).to(device, torch.float32))  # a copy to a GPU waits for it
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

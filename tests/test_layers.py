@@ -137,7 +137,7 @@ def test_layers_without_positions_are_among_those_of_a_grid():
         (lambda: of_layers("rope*0+none"), "expected a number of layers after .* got '0' at character 6 of 'rope.0.none'"),
         (
             lambda: split_spec("rope*3+none"),
-            "^scheme: expected one, not one a layer as in rope.3.none; .* rope, none",
+            "^scheme: expected one, not one per layer as in rope.3.none; .* rope, none",
         ),
         (
             lambda: layered("none+sinusoidal:attention=linformer", 2),
@@ -204,12 +204,12 @@ def test_a_run_of_layers(isopos, tmp_path):
     for command in ("check", "show"):
         status, _, err = isopos(command, "rope*3+none")
         assert status == 2
-        assert "expected one, not one a layer" in err
+        assert "expected one, not one per layer" in err
 
 
 def test_transformers_have_one_for_all_layers():
     pytest.importorskip("transformers")
     from isopos.integrations.transformers import from_decoder
 
-    with pytest.raises(ValueError, match=r"^scheme: expected one for all layers, .* got one a layer"):
+    with pytest.raises(ValueError, match=r"^scheme: expected one for all layers, .* got one per layer"):
         from_decoder(layered("nope")[1])

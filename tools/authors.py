@@ -24,7 +24,7 @@ class Code(NamedTuple):
 APE, SPE, HORN = "konstantinosKokos/ape", "aliutkus/spe", "ExpectationMax/Translational-Equivariant-Performers"
 LRPE = "OpenNLPLab/Lrpe, and the paper's listing"
 LRPE_SUMS = "a layer norm in place of a denominator (`denominator=none`), positions in the features' dtype"
-SPE_SUMS = "noise is drawn anew in each call, a draw a head (`noise_per_head=true`); a learned gate (`gated=true`)"
+SPE_SUMS = "noise is drawn in each call, one draw per head (`noise_per_head=true`); a learned gate (`gated=true`)"
 AUTHORS = {
     "none": Code("no code of its own"),
     "sinusoidal": Code(

@@ -8,7 +8,7 @@ typedef struct {
     pthread_mutex_t lock;
     void (*work)(void *);
     void *data;
-    long threads, next, end, step, chunk, begun; /* begun: how many threads have begun the loop */
+    long threads, next, end, step, chunk, entered; /* entered: how many threads have entered the loop */
 } Team;
 
 typedef struct {
@@ -49,7 +49,7 @@ int GOMP_loop_nonmonotonic_dynamic_start(long from, long to, long step, long chu
 {
     Team *team = self->team;
     pthread_mutex_lock(&team->lock);
-    if (team->begun++ % team->threads == 0) /* the loops of a team have barriers between them */
+    if (team->entered++ % team->threads == 0) /* the loops of a team have barriers between them */
         team->next = from, team->end = to, team->chunk = chunk * step;
     pthread_mutex_unlock(&team->lock);
     return GOMP_loop_nonmonotonic_dynamic_next(start, end);

@@ -52,7 +52,7 @@ def from_decoder(decoder: Decoder) -> Any:
         ValueError: Where no function of `isopos.schemes.REGISTRY` made the scheme, or none that a file can say.
     """
     if isinstance(decoder.scheme, PerLayer):
-        raise ValueError("scheme: expected one for all layers, which a configuration holds, got one a layer")
+        raise ValueError("scheme: expected one for all layers, which a configuration holds, got one per layer")
     found = described(decoder.scheme)
     if found["scheme"] is None:
         raise ValueError("scheme: expected one that a function of isopos.schemes.REGISTRY makes again, got one of parts")

@@ -99,7 +99,7 @@ def rows(
     if not count:
         kinds = ", ".join(TABLES)
         raise ValueError(
-            f"data: expected rows in files that end with {kinds}, or .txt in a folder a class, in {source.name}"
+            f"data: expected rows in files that end with {kinds}, or .txt in one folder per class, in {source.name}"
         )
 
 

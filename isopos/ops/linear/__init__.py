@@ -6,7 +6,7 @@ One primitive carries everything:
 
 A denominator is the same sum with v = 1, of the same features ("encoded") or of others ("plain"). q, k ``[*b h t d]`` are
 features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along
-tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay counts both ways, exp(-|g_i - g_j|): the
+tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay weighs both directions, exp(-|g_i - g_j|): the
 causal sum, and one over j > i that scans from the last token to the first. The specification is the definition in
 `isopos.attention.reference`; the fast sums scan over chunks and are tested against it.
 
