@@ -110,10 +110,13 @@ class TransformersSubject(Subject):
         return frozenset(found)
 
     def is_of_tokens(self) -> bool:
-        """Whether outputs are those of tokens, not of whole texts."""
+        """Whether outputs are those of tokens, not of whole texts; also where a call fails, which checks then report."""
         tokens = self.tokens(1, self.length)
-        with torch.no_grad():
-            found = self.call(self.module, tokens)
+        try:
+            with torch.no_grad():
+                found = self.call(self.module, tokens)
+        except RuntimeError:
+            return True
         return found.ndim == 3 and found.shape[:2] == tokens.shape
 
     def takes(self, what: str) -> str:
