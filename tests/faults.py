@@ -581,6 +581,8 @@ RELEASED = {
     "opt": (("packing",), "samples see each other: positions do not reach the mask"),
     "xglm": (("packing",), "samples see each other: positions do not reach the mask"),
     "lfm2": (("packing",), "the convolution runs over samples"),
+    "biogpt": (("packing",), "samples see each other: positions do not reach the mask"),
+    "qwen3_5_text": (("packing",), "the convolution and the state of one sample reach the next"),
     "falcon_h1": (("packing",), "the state of one sample reaches the next"),
     "jamba": (("chunked prefill", "beam reorder", "packing"), "several tokens after a cache start from an empty state"),
     "mamba": (("chunked prefill", "beam reorder"), "several tokens after a cache start from an empty state"),
@@ -644,9 +646,23 @@ ENCODERS = (
     "nomic_bert",
     "deberta-v2",
 )
+for _kind in ("phimoe", "granitemoe"):
+    OWN[_kind] = {"num_local_experts": 4}
+for _kind in ("olmoe", "flex_olmo"):
+    OWN[_kind] = {"num_experts": 4, "num_experts_per_tok": 2}
+OWN |= {kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "ministral", "vaultgemma")} | {
+    "albert": {"embedding_size": 16}
+}
+OWN["glm4_moe"] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+OWN["ernie4_5_moe"] = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+OWN["mamba2"] = {"num_heads": 8, "head_dim": 8, "state_size": 8, "chunk_size": 8, "n_groups": 1}
+OWN["qwen3_5_text"] = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_value_heads": 2}
+OWN["qwen3_5_text"] |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 SOUND = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "gpt_neox", "gptj", "gpt2", "gpt_neo", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "smollm3"),
     *("starcoder2", "stablelm", "granite", "glm", "glm4", "bloom", "mpt", "codegen", "persimmon", "helium", "ernie4_5"),
     *("llama4_text", "deepseek_v3", "exaone4", "arcee", "apertus", "seed_oss", "t5", "mt5", *ENCODERS),
+    *("nemotron", "hunyuan_v1_dense", "phimoe", "olmoe", "flex_olmo", "jetmoe", "diffllama", "glm4_moe", "granitemoe"),
+    *("ministral", "bitnet", "vaultgemma", "albert", "xlm-roberta", "mamba2", "ernie4_5_moe"),
 )

@@ -141,6 +141,7 @@ def test_a_check_of_ones_own():
     [
         ({"model": 3}, "model: expected a folder, a model of transformers or a torch module, got int"),
         ({"model": faults.Rope()}, "example: expected tokens"),
+        ({"model": faults.Rope().to("meta"), "example": torch.zeros(1, 12, 16)}, "model: expected one with values"),
         ({"model": faults.Rope(), "example": torch.zeros(1, 12, 16), "checks": ["shft"]}, "checks: expected names among"),
         (
             {"model": faults.Rope(), "call": lambda m, x: m(x).sum(-1), "example": torch.zeros(1, 12, 16)},

@@ -39,6 +39,20 @@ def test_a_folder_with_a_configuration_alone(tmp_path, capsys):
 
 
 @pytest.mark.oracles
+def test_models_without_a_head_or_of_whole_texts_and_in_any_state(transformers):
+    config = faults.model("llama").config
+    for auto in ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"):
+        made = getattr(transformers, auto).from_config(config).train()
+        before = {name: value.clone() for name, value in made.state_dict().items()}
+        report = audit(made)
+        assert report.sound, report
+        assert made.training
+        assert all(value.equal(before[name]) for name, value in made.state_dict().items())
+    with pytest.raises(ValueError, match="model: expected one of tokens, got ViTModel"):
+        audit(transformers.ViTModel(transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)))
+
+
+@pytest.mark.oracles
 def test_weights_of_a_folder_are_read(tmp_path):
     made = faults.model("qwen2")
     made.save_pretrained(tmp_path)

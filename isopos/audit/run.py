@@ -1,5 +1,6 @@
 """`audit`: all checks on a model, as a report."""
 
+import copy
 import importlib
 import logging
 import warnings
@@ -29,7 +30,7 @@ def audit(
     causal: bool | None = None,
     checks: Iterable[str] | None = None,
 ) -> Report:
-    """Measure whether the positions of a model are sound. The model is not changed; no remote code, no network.
+    """Measure whether the positions of a model are sound. On a CPU; the model is not changed; no remote code, no network.
 
     Args:
         model: A model of transformers, a folder with its config.json (random weights where it has none), a torch module,
@@ -101,6 +102,10 @@ def _subjects(
         return str(model), theirs.subjects(theirs.loaded(Path(model)), str(model))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a folder, a model of transformers or a torch module, got {type(model).__name__}")
+    devices = {parameter.device.type for parameter in (*model.parameters(), *model.buffers())}
+    if "meta" in devices:
+        raise ValueError("model: expected one with values, got one on the device meta; load its weights first")
+    model = model if devices <= {"cpu"} else copy.deepcopy(model).cpu()
     if hasattr(model, "config") and hasattr(model, "save_pretrained") and call is None:
         from isopos.integrations.transformers import audited as theirs
 

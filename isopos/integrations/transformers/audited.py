@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ def loaded(folder: Path) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json, got {folder}")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
     try:
@@ -53,9 +51,16 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def subjects(model: Any, name: str) -> list[tuple[str, Subject]]:
-    """The parts of a model, by name: one, or encoder and decoder."""
+    """The parts of a model, by name: one, or encoder and decoder; without a head whose outputs are none of tokens.
+
+    Raises:
+        ValueError: For a model of something else than tokens.
+    """
+    if not hasattr(model.config.get_text_config(), "vocab_size"):
+        raise ValueError(f"model: expected one of tokens, got {type(model).__name__}, whose configuration has no vocab_size")
     if not getattr(model.config, "is_encoder_decoder", False):
-        return [("", TransformersSubject.of(model, name))]
+        subject = TransformersSubject.of(model, name)
+        return [("", subject if subject.is_of_tokens() else TransformersSubject.of(model.base_model, name))]
     encoder = TransformersSubject.of(model.get_encoder(), name, part="encoder", config=model.config)
     return [("encoder", encoder), ("decoder", TransformersSubject.of(model, name, part="decoder"))]
 
@@ -103,6 +108,16 @@ class TransformersSubject(Subject):
         if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
             found.add("save")
         return frozenset(found)
+
+    def is_of_tokens(self) -> bool:
+        """Whether outputs are those of tokens, not of whole texts; also where a call fails, which checks then report."""
+        tokens = self.tokens(1, self.length)
+        try:
+            with torch.no_grad():
+                found = self.call(self.module, tokens)
+        except RuntimeError:
+            return True
+        return found.ndim == 3 and found.shape[:2] == tokens.shape
 
     def takes(self, what: str) -> str:
         """The name of an argument of the model."""
