@@ -167,7 +167,7 @@ def test_endings_in_the_other_order_are_pairs_the_other_way_round(tmp_path):
         lines(tmp_path / "texts" / f"train.{ending}", *(row[side] for row in ROWS))
     for languages, way in (("en,de", 1), ("de,en", -1)):
         _, data = ready(data=str(tmp_path / "texts"), languages=languages, tokenizer="words")
-        assert {data.shown(name, n) for name, rows in data.pairs.items() for n in range(len(rows))} == {
+        assert {data.pair_text(name, n) for name, rows in data.pairs.items() for n in range(len(rows))} == {
             row[::way] for row in ROWS
         }
 
@@ -248,14 +248,14 @@ def test_texts_are_tokens_of_one_vocabulary_that_stays_with_the_run(tmp_path, to
     lines(tmp_path / "rows.tsv", *("\t".join(row) for row in ROWS))
     recipe, data = ready(data=str(tmp_path / "rows.tsv"), tokenizer=tokenizer)
     assert recipe.task.vocabulary == data.tokenizer.size == data.end == data.start - 1
-    known = {data.shown(name, n) for name, rows in data.pairs.items() for n in range(len(rows))}
+    known = {data.pair_text(name, n) for name, rows in data.pairs.items() for n in range(len(rows))}
     assert known == set(ROWS)
     data.save(tmp_path)
     again = recipe.task.load(recipe, run=tmp_path)
     assert again.sha256 == data.sha256
     assert isinstance(data.pairs["train"].arrays["train-tokens"], np.memmap)
     shorter = recipe.edit(longest=6).task.load(recipe, run=tmp_path)
-    kept = {shorter.shown(name, n) for name, rows in shorter.pairs.items() for n in range(len(rows))}
+    kept = {shorter.pair_text(name, n) for name, rows in shorter.pairs.items() for n in range(len(rows))}
     counts = {shown: [len(data.tokenizer.encode(side)) for side in shown] for shown in known}
     assert kept == {shown for shown, (source, target) in counts.items() if max(source, target + 1) <= 6}
     model = recipe.task.model(recipe)

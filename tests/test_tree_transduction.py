@@ -311,7 +311,7 @@ def test_a_model_that_knows_the_target_decodes_it_whole(order, scheme):
     assert follow(tokens) is None
     for row, right in zip(tokens.numpy(), answers.numpy(), strict=True):
         assert data.ended(row).tolist() == right[right >= 0].tolist()
-        assert data.text(data.ended(row)) in {data.shown("validation", n)[1] for n in rows}
+        assert data.text(data.ended(row)) in {data.pair_text("validation", n)[1] for n in rows}
     leaf, inner = (int(np.flatnonzero(data.arities == arity)[0]) for arity in (0, 2))
     right = answers[0][answers[0] >= 0].numpy()
     for beyond in ([inner], [leaf, inner], [leaf, leaf, inner, inner, leaf]):  # a tree ends where it is whole first
@@ -337,7 +337,7 @@ def test_trees_of_files_are_tokens_of_labels_and_arities(tmp_path):
     assert recipe.task.longest == 7
     names = [name for name, arity in zip(data.names, data.arities[:-1], strict=True) if name in ("S", "NP")]
     assert sorted(names) == ["NP", "NP", "S", "S"]
-    shown_pairs = {data.shown(name, n) for name, rows in data.pairs.items() for n in range(len(rows))}
+    shown_pairs = {data.pair_text(name, n) for name, rows in data.pairs.items() for n in range(len(rows))}
     assert shown_pairs == set(ROWS)
     assert data.score(recipe.task.model(recipe), recipe, View(limit=2)).figures["pairs"] == 2
     assert recipe.task.fits == {"length": 7, "reach": 7, "branches": 3}

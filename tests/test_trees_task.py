@@ -279,7 +279,7 @@ def test_random_trees_evaluate_to_their_class():
     assert [len(bank.labels(split)) for split in SPLITS] == [5000, 1000, 1000]
     assert all(abs(bank.labels(split).mean() - 0.5) < 0.01 for split in SPLITS)
     assert len({said for split in SPLITS for said, _ in read(bank, split)}) == 7000
-    for said, label in read(bank, "test"):
+    for said, label in read(bank, "test")[::4]:
         labels, rows = tree_labels(said), tree(said)[:, 0].tolist()
         values = {}
         for row in reversed(range(len(rows))):

@@ -81,7 +81,7 @@ class MaskedText(Windows):
         tokens, _ = self.corpus.batch(recipe.seed, step, count, self.task.length, rank, ranks)
         first = rank * (count // ranks)
         rows = ((recipe.seed, step, 1 + row) for row in range(first, first + len(tokens)))
-        return self._hidden(tokens.numpy(), rows)
+        return self._masked(tokens.numpy(), rows)
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
@@ -127,10 +127,10 @@ class MaskedText(Windows):
         """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows by number; their masked tokens and places."""
         text, device = self.corpus.split(split), next(model.parameters()).device
         tokens = np.stack([text[n * length : (n + 1) * length] for n in numbers]).astype(np.int64)
-        masked, places, targets = (a.to(device) for a in self._hidden(tokens, ((n,) for n in numbers)))
+        masked, places, targets = (a.to(device) for a in self._masked(tokens, ((n,) for n in numbers)))
         return model(masked, places=places).flatten(0, 1), targets.flatten(), (masked, places)
 
-    def _hidden(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":
+    def _masked(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":
         import torch
 
         size, share = self.corpus.vocabulary, self.task.mask_share

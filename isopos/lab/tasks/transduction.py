@@ -110,7 +110,7 @@ class Transduced(Samples):
         return tokens[: ends[0] + 1] if len(ends) else tokens
 
     @abstractmethod
-    def shown(self, split: str, row: int) -> tuple[str, str]:
+    def pair_text(self, split: str, row: int) -> tuple[str, str]:
         """Source and target as text."""
 
     @abstractmethod
@@ -165,11 +165,11 @@ class Transduced(Samples):
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = np.arange(len(self.sizes["validation"]))[:count]
         decoded = self.freely(model, recipe, "validation", rows)
-        shown = [self.shown("validation", row) for row in rows]
+        texts = [self.pair_text("validation", row) for row in rows]
         titles = ("source", "target", "model")
         return [
             dict(zip(titles, (*sides, self.text(output)), strict=True))
-            for sides, (_, output) in zip(shown, decoded, strict=True)
+            for sides, (_, output) in zip(texts, decoded, strict=True)
         ]
 
     def batched(self, sources: Sequence[Any], targets: Sequence[Any]) -> "tuple[Tensor, Tensor, Tensor, Tensor]":
@@ -305,13 +305,13 @@ class Sequences(Transduced):
             )
         return figures
 
-    def shown(self, split: str, row: int) -> tuple[str, str]:
+    def pair_text(self, split: str, row: int) -> tuple[str, str]:
         source, target = self.pair(split, row)
         return self.text(source), self.text(target)
 
     def text(self, tokens: np.ndarray) -> str:
-        own = [token for token in tokens.tolist() if token < self.end]
-        return self.tokenizer.decode(own).strip() if self.tokenizer else " ".join(map(str, own))
+        symbols = [token for token in tokens.tolist() if token < self.end]
+        return self.tokenizer.decode(symbols).strip() if self.tokenizer else " ".join(map(str, symbols))
 
     def save(self, folder: Path) -> None:
         if self.tokenizer:

@@ -113,13 +113,13 @@ class TreeTransduction(Transducing):
 class Trees(Transduced):
     """Pairs of trees for training and evaluation; the last token of the vocabulary starts a target."""
 
-    def __init__(self, task: TreeTransduction, found: TreePairs):
-        self.task, self.names, self.arities = task, found.names, np.array((*found.arities, 0))
-        self.start, self.name = len(found.names), task.data or f"random trees for {task.operation}, {task.ordered} first"
-        super().__init__(task, found.pairs, "larger")
+    def __init__(self, task: TreeTransduction, trees: TreePairs):
+        self.task, self.names, self.arities = task, trees.names, np.array((*trees.arities, 0))
+        self.start, self.name = len(trees.names), task.data or f"random trees for {task.operation}, {task.ordered} first"
+        super().__init__(task, trees.pairs, "larger")
         branches = max(1, *(max(tree.arities) for rows in self.pairs.values() for pair in rows for tree in pair))
         self.least = {**self.least, "branches": branches, "vocabulary": self.start}
-        digest = hashlib.sha256(f"{task.ordered} {self.names} {found.arities}".encode())
+        digest = hashlib.sha256(f"{task.ordered} {self.names} {trees.arities}".encode())
         for name, rows in self.pairs.items():
             digest.update(f"{name} [".encode())
             for n, pair in enumerate(rows):
@@ -177,7 +177,7 @@ class Trees(Transduced):
     def ends(self, tokens: np.ndarray) -> np.ndarray:
         return (self.arities[tokens] - 1).cumsum(-1) == -1
 
-    def shown(self, split: str, row: int) -> tuple[str, str]:
+    def pair_text(self, split: str, row: int) -> tuple[str, str]:
         source, target = (
             s_expression([self.names[label] for label in tree.labels], tree.arities) for tree in self.pairs[split][row]
         )

@@ -129,13 +129,13 @@ class LabelledTrees(Labelled):
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import to_text
 
-        bank, found = self.bank, []
+        bank, examples = self.bank, []
         for row, answer, guess in self.guesses(model, recipe, count):
             tokens, nodes = bank.tree("validation", self.rows["validation"][row])
             shown = to_text([bank.words[token] for token in tokens], nodes)
             shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
-            found.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
-        return found
+            examples.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
+        return examples
 
     def save(self, folder: Path) -> None:
         from isopos.lab.runs.files import write_text
