@@ -5,10 +5,9 @@ import pkgutil
 import re
 
 import pytest
-from cases import each
 
 
-@each(
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("isopos.attention.Attention", "isopos.nn.Attention"),
