@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-from cases import each
 
 import isopos
 
 
-@each(
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("isopos.attention.Attention", "isopos.nn.Attention"),
