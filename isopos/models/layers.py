@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.phases import ContentPhase
 from isopos.positions import Group
@@ -69,7 +70,9 @@ class PerLayer(nn.Module):
     @property
     def phases(self) -> tuple[ContentPhase, ...]:
         """Content-dependent phases of all layers."""
-        return tuple(dict.fromkeys(own for scheme in self.each for own in scheme.phases))
+        return tuple(dict.fromkeys(phase for scheme in self.each for phase in scheme.phases))
+
+    path = former_property("path", "phases")
 
     @property
     def attention(self) -> str:
