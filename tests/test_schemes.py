@@ -77,8 +77,8 @@ def scores_of(case, q, k, *pairs):
 
 def test_every_scheme_has_a_row_and_its_options():
     assert {case.name for case in SCHEMES} == set(schemes.REGISTRY)
-    assert dict(catalog._said()) == isopos.CATALOG == {name: isopos.CATALOG[name] for name in schemes.REGISTRY}
-    assert list(schemes.REGISTRY) == [name for name, _ in catalog._said()], "the source, read without importing it"
+    assert dict(catalog._entries()) == isopos.CATALOG == {name: isopos.CATALOG[name] for name in schemes.REGISTRY}
+    assert list(schemes.REGISTRY) == [name for name, _ in catalog._entries()], "the source, read without importing it"
     assert len({case.id for case in SCHEMES}) == len(SCHEMES)
     for name, function in schemes.REGISTRY.items():
         assert getattr(isopos, name.replace("-", "_")) is function

@@ -172,7 +172,11 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
             r"line 2: expected a label of at most 1,000 characters, got 5,000: '9",
         ),
         ("a.csv", "text,label\nx,1\n\xff,1\n", r"line 3: expected UTF-8, got the byte 0xff"),
-        ("a.txt", "no class", r"expected rows in files that end with \.csv, \.tsv, \.jsonl, or \.txt in one folder per class"),
+        (
+            "a.txt",
+            "no class",
+            r"expected rows in files that end with \.csv, \.tsv, \.jsonl, or \.txt in one folder per class",
+        ),
         ("a.csv", "text,label\n", r"expected rows in files that end with"),
         ("a.csv", "text,label\n" + "x,1\n" * 40, r"expected rows for .*, got none among 40"),
         ("a.csv", "text,label\n" + "".join(f"x{n},1\n" for n in range(40)), r"label: expected classes, 2 at least, got 1"),

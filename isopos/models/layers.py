@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.phases import ContentPhase
 from isopos.positions import Group
@@ -70,6 +71,8 @@ class PerLayer(nn.Module):
     def phases(self) -> tuple[ContentPhase, ...]:
         """Content-dependent phases of all layers."""
         return tuple(dict.fromkeys(phase for scheme in self.each for phase in scheme.phases))
+
+    path = former_property("path", "phases")
 
     @property
     def attention(self) -> str:
