@@ -474,7 +474,7 @@ COMPARISONS = (
         "none", "performer-pytorch", "causal_linear_attention_noncuda", "outputs of elu+1, causal",
         partial(_performer, True), 1e-5, "it adds 1e-6 to each feature's sum of keys in the denominator",
     ),
-    Comparison("none", "performer-pytorch", "linear_attention", "outputs of elu+1, bidirectional", partial(_performer, False)),
+    Comparison("none", "performer-pytorch", "linear_attention", "outputs of elu+1, all keys", partial(_performer, False)),
     Comparison(
         "lrpe-orthogonal", "", f"LRPE's listing, {TYPED}", "scores with `learned=false`", partial(_lrpe, "orthogonal")
     ),

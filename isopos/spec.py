@@ -180,7 +180,7 @@ def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
     layers = [layer for layer, _ in _layers(read(what, spec))]
     if more := dict.fromkeys(layer.text for layer in layers if layer.text != layers[0].text):
         raise ValueError(
-            f"{what}: expected one, not one per layer as in {spec}; name each by itself: {', '.join([layers[0].text, *more])}"
+            f"{what}: expected one, not one per layer as in {spec}; name each: {', '.join([layers[0].text, *more])}"
         )
     name, options = layers[0].cut(":")
     entries = [piece.entry() for piece in options.split(",") if piece] if options else []

@@ -157,7 +157,7 @@ def test_a_comparison_ranks_by_loss_and_its_runs_are_evaluated(isopos, tmp_path)
     assert "loss: nats a masked token of held-out text, lower is better" in " ".join(out.split())
     page = (tmp_path / "runs" / "c" / "report.html").read_text()
     assert "An encoder of bytes, 40% of them masked, in windows of 32." in page
-    assert "What rope answers" in page or "What none answers" in page
+    assert "Answers of rope" in page or "Answers of none" in page
     status, out, err = isopos("eval", "runs/c/rope-seed0", "--length", "1", "2")
     assert (status, err) == (0, "")
     (figures,) = json.loads((tmp_path / "runs" / "c" / "rope-seed0" / "eval.json").read_text())

@@ -43,7 +43,7 @@ from isopos import biases, catalog, decays, encodings, kinds, schemes
 from isopos.attention import linear_attention, softmax_attention
 from isopos.decays import Decay
 from isopos.kinds import Linear
-from isopos.ops.linear import walk
+from isopos.ops.linear import scan
 from isopos.positions import Line, Product, Ring, Tree, grid, sequence, tree
 
 every = over_rows(SCHEMES)
@@ -107,7 +107,7 @@ SHAPES = {"causal": (7, 7, True), "both-ways": (7, 7, False), "causal-cross": (5
 def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
     """In chunks of four tokens, of which each group has one."""
     for name, size in {"CHUNK": 4, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
-        monkeypatch.setattr(walk, name, size)
+        monkeypatch.setattr(scan, name, size)
     t, s, causal = SHAPES[shape]
     if not (causal or case.both_ways):
         return

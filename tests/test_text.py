@@ -175,7 +175,7 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
         (
             "a.txt",
             "no class",
-            r"expected rows in files that end with \.csv, \.tsv, \.jsonl, or \.txt in one folder per class",
+            r"files that end with \.csv, \.tsv, \.jsonl, or \.txt in one folder per class",
         ),
         ("a.csv", "text,label\n", r"expected rows in files that end with"),
         ("a.csv", "text,label\n" + "x,1\n" * 40, r"expected rows for .*, got none among 40"),

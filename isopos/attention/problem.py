@@ -150,13 +150,13 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
     """The problem of linear attention; ValueError for arguments that do not fit together."""
-    problem = _shared(LinearProblem, q, k, v, options, streams=streams)
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
+    features = identity if phi is None else phi  # not left to a default, which a compiler cannot trace
+    problem = _shared(LinearProblem, q, k, v, options, streams=streams, phi=features)
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
     checks.check_denominator(denominator, q)
     checks.check_feature_map(phi)
-    phi = identity if phi is None else phi
-    phi = phi if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(phi)
+    phi = features if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(features)
     before = None if state is None else state["decay"]
     problem = replace(problem, phi=phi, denominator=denominator, g=decay, before=before)
     _check_factors(problem, options)
@@ -228,9 +228,17 @@ def restored(out: Tensor, problem: Problem) -> Tensor:
 
 
 def _shared(
-    kind: type[AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool = False, seen: int = 0
+    kind: type[AnyProblem],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Any,
+    *,
+    streams: bool = False,
+    seen: int = 0,
+    **more: Any,
 ) -> AnyProblem:
-    """A problem with the fields common to both kinds, after `seen` keys of a stream; heads are not grouped yet."""
+    """A problem with the fields common to both kinds, and more; after `seen` keys of a stream; heads are not grouped yet."""
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
     q, k, v = checks.check_inputs(q, k, v, layout)
@@ -261,7 +269,7 @@ def _shared(
         total, phase = _totals(phases, keys, mask, state)
         (rho_q, rho_k), decay = with_phases(phases, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout)
+    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout, **more)
 
 
 def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
