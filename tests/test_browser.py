@@ -188,7 +188,7 @@ def test_the_site_is_searched(visit, site, files, served):
     address = found.get_attribute("href")
     found.click()
     page.wait_for_url(address.split("?")[0].split("#")[0] + "*")
-    assert "PermuteFormer" in page.locator("article").inner_text()
+    assert "permuteformer" in page.locator("article").inner_text().lower()
 
 
 def test_letters_turn_no_pages(visit, files):
