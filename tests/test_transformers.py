@@ -446,7 +446,7 @@ def encoder(hf, family, **options):
     sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     sizes |= {"image_size": 16, "patch_size": 4} if family == "ViT" else {"vocab_size": VOCABULARY}
     config = getattr(hf, f"{family}Config")(**sizes | options)
-    head = "CausalLM" if options.get("is_decoder") else "MaskedLM"
+    head = "CausalLM" if options.get("is_decoder") and family == "RoFormer" else "MaskedLM"
     model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}For{head}")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():

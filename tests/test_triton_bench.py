@@ -37,7 +37,7 @@ def small(contest):
 def short(monkeypatch):
     """No work is repeated, and other libraries' workloads are known."""
     monkeypatch.setattr(races, "PEERS", PEERS)
-    monkeypatch.setattr(timing, "_pace", lambda *_: (1, 0))
+    monkeypatch.setattr(timing, "_calls", lambda *_: (1, 0))
 
 
 @pytest.mark.parametrize(("known", "section"), [(known, section) for known in (gpu.RACES, others.GPU) for section in known])
