@@ -1,6 +1,5 @@
 """Streams of attention: a call takes the next token or chunk, checks each shape of call once, and keeps the sums."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from isopos.attention.checks import check_inputs, check_order
 from isopos.attention.linear import attended, sums_of
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, refuse
 from isopos.attention.softmax import softmax_attention
+from isopos.deprecation import former_argument
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.cpu import CpuSteps
@@ -83,11 +83,7 @@ class Stream:
         beside: "Stream | None" = None,
     ):
         expect_state(state)
-        if beside is not None:
-            warnings.warn(
-                "beside is tables_from now; the old name goes in the next version", DeprecationWarning, stacklevel=2
-            )
-            tables_from = beside
+        tables_from = former_argument({} if beside is None else {"beside": beside}, "beside", "tables_from", tables_from)
         if length is None and state is not None and state.tensors:
             raise ValueError("length: expected the number of tokens that the state has seen, got none")
         length = length or 0
