@@ -35,7 +35,7 @@ FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn", "ContragredientSu
 class Choices(TypedDict, total=False):
     """Options that every scheme accepts; `choices_of` lists the names of feature maps and decays.
 
-    Fields of `Linear` and `Softmax` may be passed beside the name of the kind. A preset's defaults apply to options that are
+    Fields of `Linear` and `Softmax` may be passed with the name of the kind. A preset's defaults apply to options that are
     not passed; a kind passed as a value overrides all of them.
     """
 

@@ -476,7 +476,7 @@ def with_frequencies(made, frequencies):
 
 
 def late_table():
-    """Beyond the longest length so far a table is built anew, in the dtype of activations, and kept."""
+    """Beyond the longest length so far a table is built again, in the dtype of activations, and kept."""
 
     def forward(self, x, position_ids):
         count = int(position_ids.max()) + 1

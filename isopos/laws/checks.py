@@ -18,7 +18,7 @@
 An encoding must obey all of them, another coupling width and the laws of scores: relative, precision, batch, gradient. A
 contragredient pair must also obey homomorphism, identity and decomposable, with the transposed map of queries for rho(x)^-1;
 `unitary` is then a property. If scores are not relative, the note states the weaker law that the coupling or bias declares.
-A law does not hold if the encoding's code raises an exception. Some properties are choices, reported beside the laws:
+A law does not hold if the encoding's code raises an exception. Some properties are choices, reported with the laws:
 whether scores distinguish directions, whether denominators are positive (PermuteFormer, Property 3), and the period of an
 encoding.
 """

@@ -232,7 +232,7 @@ def compose(
 ) -> Scheme:
     """A scheme of these parts, with a preset's defaults where the user has not chosen and they apply.
 
-    Fields of `Linear` and `Softmax` may be passed beside the name of the kind, the short form for users.
+    Fields of `Linear` and `Softmax` may be passed with the name of the kind, the short form for users.
     """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":

@@ -65,7 +65,7 @@ def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str
 
 
 def check_tokenizer(tokenizer: str | Tokenizer, vocabulary: int | None) -> None:
-    """Raise a ValueError for an unknown kind of tokenizer, or for a size beside a tokenizer that determines it."""
+    """Raise a ValueError for an unknown kind of tokenizer, or for a size with a tokenizer that determines it."""
     if isinstance(tokenizer, str):
         expect("tokenizer", tokenizer, KINDS)
     if vocabulary is not None and tokenizer not in KINDS[1:]:
