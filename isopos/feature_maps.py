@@ -47,6 +47,9 @@ class FeatureMap:
         """phi(x)."""
         return self.forward(x)
 
+    def __hash__(self) -> int:
+        return hash(FeatureMap)  # of no field: the compiler of torch 2.11 hashes copies before it has set their fields
+
 
 Phi: TypeAlias = Callable[[Tensor], Tensor]  # a `FeatureMap`, a `Favor`, or any other function of tensors
 FEATURE_MAPS: dict[str, FeatureMap] = {}

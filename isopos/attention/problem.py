@@ -4,7 +4,7 @@ Arguments are checked, grouped and segmented here, in order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Never, TypedDict, TypeVar
 
 import torch
@@ -129,7 +129,7 @@ class LinearProblem(Problem):
         before: Log decay of the previous token, in a stream.
     """
 
-    phi: Phi = identity
+    phi: Phi = field(kw_only=True)  # without a default: torch 2.11 cannot trace one that is an object
     denominator: str | None = "plain"
     g: Decays = None
     before: Tensor | None = None
