@@ -151,7 +151,7 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem)
 def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
     """The problem of linear attention; ValueError for arguments that do not fit together."""
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
-    features = identity if phi is None else phi  # not left to a default, which a compiler cannot trace
+    features = identity if phi is None else phi
     problem = _shared(LinearProblem, q, k, v, options, streams=streams, phi=features)
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
     checks.check_denominator(denominator, q)
@@ -214,7 +214,7 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
 
 def check_naive(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions) -> LinearProblem:
     """The problem of the naive function, which accepts decays in any order and maps features itself."""
-    problem = _grouped(_shared(LinearProblem, q, k, v, options))
+    problem = _grouped(_shared(LinearProblem, q, k, v, options, phi=identity))
     checks.check_denominator(options.get("denominator"), q)
     checks.check_feature_map(options.get("feature_map"))
     return problem
