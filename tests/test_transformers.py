@@ -67,7 +67,7 @@ def make(hf, family="Llama", **options):
     with torch.no_grad():
         for weight in model.parameters():  # so that attention matters to what is generated
             weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
-        for name, weight in model.named_parameters():  # which begin at 0, and gains at 1
+        for weight in model.parameters():  # biases begin at 0, and gains at 1
             if weight.ndim == 1:
                 weight.add_(0.3 * torch.randn_like(weight))
     return model
