@@ -129,6 +129,11 @@ def test_a_static_cache_gives_the_logits_of_whole_sequences(hf, model, name):
     for part in ids.split([5, 1, 4, 2], 1):
         found.append(model(part, past_key_values=cache, use_cache=True).logits)
     close(torch.cat(found, 1), logits(model, ids))
+    cache, found = None, []
+    for part in ids.split([1, 1, 2, 8], 1):  # the second has one key before it, the third as many as it is long
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache, found = out.past_key_values, [*found, out.logits]
+    close(torch.cat(found, 1), logits(model, ids))
 
 
 def test_a_model_s_own_scale_stays_unless_the_scheme_has_one(model):
