@@ -88,6 +88,9 @@ def test_what_is_read_is_bounded_and_its_message_too(tmp_path):
     assert str(error.value).startswith(f"{path}: long text long text ")
     assert str(error.value).endswith("...; remove it")
     assert len(str(error.value)) == len(f"{path}: ...; remove it") + 1000
+    for reason, said in ((EOFError(), "EOFError"), (OSError(28, "No space"), "No space"), (OSError("full"), "full")):
+        with pytest.raises(Damaged, match=f"^{path}: {said}; remove it$"):
+            damaged(path, reason, "remove it")
     for value, kind, wrong in (
         ([1, "a"], tuple[int, ...], "1: expected a whole number, got 'a'"),
         ([1, 2, 3], tuple[int, ...], ""),
