@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import faults
 import pytest
@@ -11,10 +12,11 @@ from rich.console import Console
 
 import isopos
 from isopos.audit import CHECKS, Finding, Report, Unmeasured, audit, check
+from isopos.audit.checks import compared
 from isopos.audit.declared import attention_factor, diagnosis, frequencies
 from isopos.audit.learning import _dead
 from isopos.audit.report import merged
-from isopos.audit.subject import relative_error
+from isopos.audit.subject import Skip, Subject, relative_error
 from isopos.encodings import rope_frequencies
 
 BROKEN = {  # all that an audit finds of each fault, and no more
@@ -263,6 +265,143 @@ def test_a_report_in_full():
         ("encoder: it is not causal", False),
         ("encoder: OSError: full", True),
     ]
+
+
+def test_a_comparison_is_up_to_measured_rounding():
+    subject = SimpleNamespace(tolerance=1e-2, rounding=1e-4)
+    one = torch.ones(1, 2, 3)
+    for difference, slack, severity in (
+        (9e-3, 1, "sound"),
+        (1.1e-2, 1, "broken"),
+        (1.9e-2, 2, "sound"),
+        (2.1e-2, 2, "broken"),
+    ):
+        found = compared(
+            subject, one + difference, one, "equal", slack=slack, where="x", remedy="r", issue="i", fault=lambda: "y"
+        )
+        measured = f"relative difference {difference:.1e}, rounding 1e-04"
+        broken = Finding("equal", measured, "broken", "x y", "r", "i")
+        assert found == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
+    for got, expected in ((one * math.nan, one), (one, one * math.inf)):
+        assert compared(subject, got, expected, "equal").measured == "outputs are not finite"
+
+
+@pytest.mark.parametrize(("limit", "shift"), [(None, 37), (12, 0), (24, 0), (25, 1), (50, 26), (61, 37), (4096, 37)])
+def test_a_shift_stays_within_the_positions_of_a_model(limit, shift):
+    subject = Sums(torch.nn.Embedding(9, 4), "sums", limit=limit)
+    assert subject.shift == shift
+    subject.rounding = 1e-2
+    with pytest.raises(Skip, match=r"rounding changes its outputs by 1.0e-02, so that nothing can be told from it"):
+        assert subject.tolerance
+    subject.rounding = 1e-4
+    assert subject.tolerance == pytest.approx(32e-4)
+
+
+class Sums(Subject):
+    """Sums over tokens so far, weighted by their positions; each fault is of one way to call it."""
+
+    fault = ""
+
+    def tokens(self, rows, count, seed=0):
+        return torch.randint(9, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+    def call(self, module, tokens, positions=None, mask=None):
+        x = torch.arange(tokens.shape[1]).expand(tokens.shape) if positions is None else positions.expand(tokens.shape)
+        if mask is not None and self.fault != "mask":
+            tokens = tokens.where(mask, 0)
+        weight = module.weight.index_fill(0, torch.tensor(0), 0)[tokens]  # token 0 is nothing
+        return (weight / (x[..., None] + 1)).cumsum(1)
+
+    def stream(self, chunks, kind="dynamic", order=None):
+        outputs, count, total = [], 0, 0
+        for n, chunk in enumerate(chunks):
+            if order is not None and n == len(chunks) - 1 and self.fault != "order":
+                total = total[order]
+            restarts = {"chunks": chunk.shape[1] > 1, "static": kind == "static", "late": count >= 7}.get(self.fault, False)
+            y = total + self.call(self.exact, chunk, torch.arange(chunk.shape[1]) + (0 if restarts else count))
+            outputs, count, total = [*outputs, y], count + chunk.shape[1], y[:, -1:]
+        return torch.cat(outputs, 1)
+
+    def generated(self, tokens, mask, count):
+        x = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        found = []
+        for _ in range(count):
+            found.append(self.call(self.exact, tokens, x, mask)[:, -1])
+            following = x[:, -1:] + 1 if self.fault != "shared" else (x[:, -1:] + 1).amax(0).expand(len(x), 1)
+            tokens, x = torch.cat((tokens, 1 + found[-1].argmax(-1)[:, None]), 1), torch.cat((x, following), 1)
+            mask = torch.cat((mask, mask[:, -1:]), 1)
+        return torch.stack(found, 1)
+
+    def packed(self, tokens, lengths, masked=False):
+        parts = [self.call(self.exact, part) for part in tokens.split(lengths, 1)]
+        if self.fault == "leak" or (self.fault == "masked" and masked):
+            parts[-1] = parts[-1] + 0.1 * parts[-2][:, -1:]
+        return torch.cat(parts, 1)
+
+
+STREAMS = {
+    "": {},
+    "chunks": {
+        "chunked prefill": ("broken", "from token 5 on"),
+        "beam reorder": ("broken", ""),
+    },
+    "late": {
+        "decoding": ("broken", "from token 7 on"),
+        "chunked prefill": ("broken", "from token 8 on"),
+        "static cache": ("broken", "from token 7 on"),
+        "beam reorder": ("broken", ""),
+    },
+    "static": {"static cache": ("broken", "from token 5 on")},
+    "order": {"beam reorder": ("broken", "")},
+    "shared": {"generation": ("broken", "")},
+    "leak": {"packing": ("broken", "")},
+    "masked": {"packing": ("risk", "")},
+    "mask": dict.fromkeys(("left padding", "padding content", "generation"), ("broken", "")),
+}
+
+
+@pytest.mark.parametrize("fault", STREAMS)
+def test_what_is_wrong_with_a_stream_is_named_and_where_it_begins(fault):
+    torch.manual_seed(0)
+    abilities = frozenset({"cache", "causal", "static", "generate", "packing", "mask", "positions"})
+    subject = Sums(torch.nn.Embedding(9, 9), "sums", abilities, is_relative=False, encoding="absolute table wpe")
+    subject.fault = fault
+    report = audit(subject)
+    found = {a.check: (a.severity, a.where) for a in report.findings if a.check != "shift"}
+    assert found == STREAMS[fault]
+    assert [(a.check, a.severity) for a in report.results if a.check == "shift"] == [("shift", "note")]
+    left_out = {a.check for a in report.unmeasured}
+    assert left_out >= {"order", "direction", "saving", "precision", "gradient"}
+    assert not any(a.failed for a in report.unmeasured), report
+    subject.limit = 15
+    report = audit(subject, checks=["positions", "generation", "left padding", "shift", "padding content"])
+    assert {a.check: a.reason for a in report.unmeasured} == {
+        "generation": "it has 15 positions only",
+        "shift": "its 15 positions leave no room for a shift",
+        "left padding": "it has 15 positions only",
+        "padding content": "it has 15 positions only",
+        "positions": "it has 15 positions only",
+    }
+
+
+@pytest.mark.parametrize(
+    ("encoding", "relative", "severity"),
+    [
+        ("unknown", None, "note"),
+        ("rotary", None, "broken"),
+        ("absolute table wpe", False, "broken"),
+        ("ALiBi", True, "broken"),
+    ],
+)
+def test_positions_that_are_ignored_are_a_fault_where_something_tells(encoding, relative, severity):
+    class Ignoring(Sums):
+        def call(self, module, tokens, positions=None, mask=None):
+            return super().call(module, tokens, None, mask)
+
+    abilities = frozenset({"causal", "positions"})
+    subject = Ignoring(torch.nn.Embedding(9, 9), "sums", abilities, is_relative=relative, encoding=encoding)
+    report = audit(subject, checks=["positions"])
+    assert [(a.severity, a.where) for a in report.results] == [("sound", ""), (severity, encoding)]
 
 
 class OtherNames(torch.nn.Module):
