@@ -171,7 +171,7 @@ def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path
 
 
 def test_a_checkpoint_in_full(tmp_path):
-    """Of a step that was begun before: what that left goes; the mark holds all that is known of it."""
+    """An earlier, unfinished checkpoint of the same step is removed; the mark holds all that is known of the new one."""
     torn = tmp_path / "checkpoints" / "step-00000005"
     torn.mkdir(parents=True)
     (torn / "left.pt").write_bytes(b"half")

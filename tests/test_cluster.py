@@ -124,7 +124,7 @@ class FakeRay:
                 self.cause = cause
 
     def __init__(self, answers, nodes=()):
-        self.answers, self.begun, self.cancelled, self.options, self.nodes = answers, [], [], None, lambda: nodes
+        self.answers, self.started, self.cancelled, self.options, self.nodes = answers, [], [], None, lambda: nodes
 
     def remote(self, **options):
         self.options = options
@@ -133,20 +133,20 @@ class FakeRay:
     def begin(self, *arguments):
         *place, payload = arguments
         _, given = pickle.loads(payload)
-        self.begun.append((given, tuple(place)))
-        return len(self.begun) - 1
+        self.started.append((given, tuple(place)))
+        return len(self.started) - 1
 
     def wait(self, references, num_returns=1, timeout=None):
         return references[:num_returns], references[num_returns:]
 
     def get(self, reference):
-        found = self.answers[self.begun[reference][0][0]].pop(0)
+        found = self.answers[self.started[reference][0][0]].pop(0)
         if isinstance(found, Exception):
             raise found
         return found
 
     def cancel(self, reference):
-        self.cancelled.append(self.begun[reference][0][0])
+        self.cancelled.append(self.started[reference][0][0])
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def job(name, ready=lambda: True):
     return cluster.Job(name, told, (name,), Path(name), 1, ready)
 
 
-def test_a_lost_process_is_begun_again_three_times_and_waits_for_its_locks(ray, monkeypatch):
+def test_a_lost_process_is_started_again_three_times_and_waits_for_its_locks(ray, monkeypatch):
     lost = [FakeRay.exceptions.RayError("it died\nat once")] * 4
     fake = ray({"a": [""], "b": [*lost], "c": ["", ""], "d": [*lost[:2], "diverged"]})
     finished = []
@@ -179,9 +179,9 @@ def test_a_lost_process_is_begun_again_three_times_and_waits_for_its_locks(ray, 
     ]
     assert [outcome for name, outcome in found if name == "d"][-1] == "diverged"
     assert [name for name, _ in found].count("c") == 1
-    assert [given for given, _ in fake.begun if given[0] == "b"] == [("b", 0.0), *3 * [("b", cluster.LEASE)]]
-    assert [given[0] for given, _ in fake.begun][:4] == ["a", "b", "d", "c"], "one that is not ready waits"
-    assert {place for _, place in fake.begun} == {(os.getcwd(), "about.json", isopos.__version__, 2)}
+    assert [given for given, _ in fake.started if given[0] == "b"] == [("b", 0.0), *3 * [("b", cluster.LEASE)]]
+    assert [given[0] for given, _ in fake.started][:4] == ["a", "b", "d", "c"], "one that is not ready waits"
+    assert {place for _, place in fake.started} == {(os.getcwd(), "about.json", isopos.__version__, 2)}
     assert fake.options == {"num_cpus": 2, "num_gpus": 1, "max_retries": 0}
     assert not fake.cancelled
 
