@@ -3,17 +3,79 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import faults
 import pytest
 import torch
+from rich.console import Console
 
 import isopos
 from isopos.audit import CHECKS, Finding, Report, Unmeasured, audit, check
+from isopos.audit.checks import compared
 from isopos.audit.declared import attention_factor, diagnosis, frequencies
+from isopos.audit.learning import _dead
 from isopos.audit.report import merged
-from isopos.audit.subject import relative_error
+from isopos.audit.subject import Skip, Subject, relative_error
+from isopos.encodings import rope_frequencies
 
+BROKEN = {  # all that an audit finds of each fault, and no more
+    "a batch keeps the first sample's positions": "positions",
+    "interleaved table, half rotation": "shift, left padding, precision",
+    "keys are not rotated": "shift, left padding, precision",
+    "keys turn the other way": "shift, left padding, precision",
+    "positions in the dtype of activations": "precision",
+    "a table that ends early": "shift, precision",
+    "positions accepted and ignored": "positions",
+    "frequencies go by the longest sample": "batch, packing",
+    "angles divided by the padded length": "left padding, right padding, batch, packing",
+    "a convolution runs over packed samples": "left padding, padding content, packing",
+    "packed samples attend to each other": "packing",
+    "padding counts in the denominator": "left padding, padding content, packing",
+    "a mask that only weakens": "left padding, right padding, batch, padding content",
+    "learned frequencies without a gradient": "gradient",
+    "one head's frequencies serve all": "gradient",
+    "no positions in an encoder": "positions, order, direction",
+    "scores are even in the offset": "direction",
+}
+OTHER = [  # results of every layer but for those of what it is
+    ("shift", "positions + 37 give the same outputs up to rounding"),
+    ("positions", "two samples of a batch keep their own positions"),
+    ("positions", "other positions give other outputs"),
+    ("left padding", "a left-padded sample gives what it gives alone, positions counted from the first real token"),
+    ("left padding", "a left-padded sample gives what it gives alone, positions left to the model"),
+    *2 * [("right padding", "a right-padded sample gives what it gives alone")],
+    *(("batch", f"sample {n} of 3 gives what it gives alone") for n in (1, 2, 3)),
+    ("padding content", "two paddings give the same outputs"),
+    ("precision", "bfloat16 at positions + 1024 is as exact as near zero"),
+    ("precision", "float16 at positions + 1024 is as exact as near zero"),
+]
+PACKED = [
+    ("packing", "samples in one row, positions restarting, give what they give alone"),
+    ("packing", "a mask of ones changes nothing of that"),
+]
+WHOLE = {
+    faults.Rope: OTHER + PACKED,
+    faults.Encoder: [
+        *OTHER,
+        ("order", "permuted tokens give other outputs"),
+        ("direction", "reversed tokens give other outputs"),
+    ],
+    faults.Learned: [*OTHER, *PACKED, ("gradient", "a finite gradient reaches every head")],
+}
+NO_TABLE = "no rotary module with declared parameters was found"
+LACKING = dict.fromkeys(("frequencies", "attention factor", "tables", "autocast", "order of calls", "casts"), NO_TABLE) | {
+    "saving": "it has no save_pretrained",
+    "order": "it is causal",
+    "direction": "it is causal",
+    "decoding": "its call keeps no keys and values",
+    "chunked prefill": "its call keeps no keys and values",
+    "static cache": "it has no static cache",
+    "beam reorder": "its call keeps no keys and values",
+    "generation": "it does not generate",
+    "packing": "it is not causal",
+    "gradient": "no parameter named after frequencies, rotations or biases of positions was found",
+}
 SOURCE = re.compile(r"[\w.-]+(/[\w.-]+)?(#\d+)?$")
 
 
@@ -25,7 +87,9 @@ def test_the_fault_of_a_layer_is_named(fault):
     assert any(fault.words in a.measured for a in hits), hits
     assert not report.sound
     assert report.status == 1
-    assert fault.check in report.verdict
+    assert report.broken == tuple(BROKEN[fault.name].split(", "))
+    assert report.verdict == f"{report.subject}: positions are BROKEN: {BROKEN[fault.name]}"
+    assert all(a.severity == "broken" and a.remedy for a in report.findings)
 
 
 @pytest.mark.parametrize("cls", [faults.Rope, faults.Encoder, faults.Learned])
@@ -33,7 +97,11 @@ def test_a_sound_layer_is_called_sound(cls):
     report = audit(**faults.layer(cls))
     assert report.sound, report
     assert not report.findings
-    assert "positions are sound" in report.verdict
+    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == WHOLE[cls]
+    left_out = {a.check: a.reason for a in report.unmeasured}
+    assert left_out == {name: LACKING[name] for name in CHECKS if name not in {check for check, _ in WHOLE[cls]}}
+    assert not any(a.failed for a in report.unmeasured)
+    assert report.verdict == f"{cls.__name__}: positions are sound ({len(WHOLE[cls])} results)"
 
 
 def test_faults_have_names_sources_and_checks():
@@ -123,6 +191,267 @@ def test_reports():
     assert str(whole).startswith("m: positions are BROKEN: shift")
 
 
+def test_a_report_in_full():
+    report = Report(
+        "m",
+        (
+            Finding("a", "1", "sound", check="batch"),
+            Finding("b", "2", "note", "in [x]", check="shift"),
+            Finding("c", "3", "risk", "", "cast later", "some/one#1", check="casts"),
+            Finding("d", "4", "broken", "y", "mend it", "some/one#2", check="order"),
+            Finding("e", "5", "sound", check="order"),
+            Finding("f", "6", "note", check="tables"),
+        ),
+        (Unmeasured("packing", "it is not causal", False), Unmeasured("saving", "OSError: full", True)),
+    )
+    assert (
+        str(report)
+        == """m: positions are BROKEN: order
+  broken: order at y
+    expected: d
+    measured: 4
+    remedy: mend it
+    issue: some/one#2
+  risk: casts
+    expected: c
+    measured: 3
+    remedy: cast later
+    issue: some/one#1
+  note: shift at in [x]
+    expected: b
+    measured: 2
+  note: tables
+    expected: f
+    measured: 6
+  sound: batch
+  not measured: packing: it is not causal
+  failed: saving: OSError: full"""
+    )
+    head = [" severity  check  expected  measured  where   remedy", "-"]
+    broken, risk, first, second, sound, other = (
+        "broken order d 4 y mend it (some/one#2)",
+        "risk casts c 3 cast later (some/one#1)",
+        "note shift b 2 in [x]",
+        "note tables f 6",
+        "sound batch a 1",
+        "sound order e 5",
+    )
+    for whole, rows in ((False, [broken, risk, first, second]), (True, [broken, risk, first, second, sound, other])):
+        console = Console(record=True, width=150)
+        report.show(console, whole)
+        lines = [" ".join(re.sub("[│┃]", " ", line).split()) for line in console.export_text().splitlines()]
+        lines = [line for line in lines if line and line[0].isascii()]
+        ends = ["not measured: packing: it is not causal", "failed: saving: OSError: full"]
+        expected = [report.verdict, " ".join(head[0].split()), *rows, *["sound: batch"] * (not whole), *ends]
+        assert lines == expected
+    calm = Report("m", report.results[:3])
+    assert calm.verdict == "m: positions are sound (3 results, 1 risk, 1 note)"
+    assert (
+        Report("m", (*calm.results[1:], *calm.results[1:])).verdict == "m: positions are sound (4 results, 2 risks, 2 notes)"
+    )
+    assert Report("m", ()).verdict == "m: positions could not be measured: no check applies"
+    assert report.to_dict() == {
+        "subject": "m",
+        "sound": False,
+        "status": 1,
+        "verdict": report.verdict,
+        "results": [vars(a) for a in report.results],
+        "unmeasured": [vars(a) for a in report.unmeasured],
+    }
+    failed = merged("two", [("encoder", Report("e", (), report.unmeasured)), ("decoder", Report("d", calm.results[:1]))])
+    assert failed.status == 3
+    assert failed.verdict == "two: positions could not be measured: saving"
+    assert [(a.reason, a.failed) for a in failed.unmeasured] == [
+        ("encoder: it is not causal", False),
+        ("encoder: OSError: full", True),
+    ]
+
+
+def test_a_comparison_is_up_to_measured_rounding():
+    subject = SimpleNamespace(tolerance=1e-2, rounding=1e-4)
+    one = torch.ones(1, 2, 3)
+    for difference, slack, severity in (
+        (9e-3, 1, "sound"),
+        (1.1e-2, 1, "broken"),
+        (1.9e-2, 2, "sound"),
+        (2.1e-2, 2, "broken"),
+    ):
+        found = compared(
+            subject, one + difference, one, "equal", slack=slack, where="x", remedy="r", issue="i", fault=lambda: "y"
+        )
+        measured = f"relative difference {difference:.1e}, rounding 1e-04"
+        broken = Finding("equal", measured, "broken", "x y", "r", "i")
+        assert found == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
+    for got, expected in ((one * math.nan, one), (one, one * math.inf)):
+        assert compared(subject, got, expected, "equal").measured == "outputs are not finite"
+
+
+@pytest.mark.parametrize(("limit", "shift"), [(None, 37), (12, 0), (24, 0), (25, 1), (50, 26), (61, 37), (4096, 37)])
+def test_a_shift_stays_within_the_positions_of_a_model(limit, shift):
+    subject = Sums(torch.nn.Embedding(9, 4), "sums", limit=limit)
+    assert subject.shift == shift
+    subject.rounding = 1e-2
+    with pytest.raises(Skip, match=r"rounding changes its outputs by 1.0e-02, so that nothing can be told from it"):
+        assert subject.tolerance
+    subject.rounding = 1e-4
+    assert subject.tolerance == pytest.approx(32e-4)
+
+
+class Sums(Subject):
+    """Sums over tokens so far, weighted by their positions; each fault is of one way to call it."""
+
+    fault = ""
+
+    def tokens(self, rows, count, seed=0):
+        return torch.randint(9, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+    def call(self, module, tokens, positions=None, mask=None):
+        x = torch.arange(tokens.shape[1]).expand(tokens.shape) if positions is None else positions.expand(tokens.shape)
+        if mask is not None and self.fault != "mask":
+            tokens = tokens.where(mask, 0)
+        weight = module.weight.index_fill(0, torch.tensor(0), 0)[tokens]  # token 0 is nothing
+        return (weight / (x[..., None] + 1)).cumsum(1)
+
+    def stream(self, chunks, kind="dynamic", order=None):
+        outputs, count, total = [], 0, 0
+        for n, chunk in enumerate(chunks):
+            if order is not None and n == len(chunks) - 1 and self.fault != "order":
+                total = total[order]
+            restarts = {"chunks": chunk.shape[1] > 1, "static": kind == "static", "late": count >= 7}.get(self.fault, False)
+            y = total + self.call(self.exact, chunk, torch.arange(chunk.shape[1]) + (0 if restarts else count))
+            outputs, count, total = [*outputs, y], count + chunk.shape[1], y[:, -1:]
+        return torch.cat(outputs, 1)
+
+    def generated(self, tokens, mask, count):
+        x = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        found = []
+        for _ in range(count):
+            found.append(self.call(self.exact, tokens, x, mask)[:, -1])
+            following = x[:, -1:] + 1 if self.fault != "shared" else (x[:, -1:] + 1).amax(0).expand(len(x), 1)
+            tokens, x = torch.cat((tokens, 1 + found[-1].argmax(-1)[:, None]), 1), torch.cat((x, following), 1)
+            mask = torch.cat((mask, mask[:, -1:]), 1)
+        return torch.stack(found, 1)
+
+    def packed(self, tokens, lengths, masked=False):
+        parts = [self.call(self.exact, part) for part in tokens.split(lengths, 1)]
+        if self.fault == "leak" or (self.fault == "masked" and masked):
+            parts[-1] = parts[-1] + 0.1 * parts[-2][:, -1:]
+        return torch.cat(parts, 1)
+
+
+STREAMS = {
+    "": {},
+    "chunks": {
+        "chunked prefill": ("broken", "from token 5 on"),
+        "beam reorder": ("broken", ""),
+    },
+    "late": {
+        "decoding": ("broken", "from token 7 on"),
+        "chunked prefill": ("broken", "from token 8 on"),
+        "static cache": ("broken", "from token 7 on"),
+        "beam reorder": ("broken", ""),
+    },
+    "static": {"static cache": ("broken", "from token 5 on")},
+    "order": {"beam reorder": ("broken", "")},
+    "shared": {"generation": ("broken", "")},
+    "leak": {"packing": ("broken", "")},
+    "masked": {"packing": ("risk", "")},
+    "mask": dict.fromkeys(("left padding", "padding content", "generation"), ("broken", "")),
+}
+
+
+@pytest.mark.parametrize("fault", STREAMS)
+def test_what_is_wrong_with_a_stream_is_named_and_where_it_begins(fault):
+    torch.manual_seed(0)
+    abilities = frozenset({"cache", "causal", "static", "generate", "packing", "mask", "positions"})
+    subject = Sums(torch.nn.Embedding(9, 9), "sums", abilities, is_relative=False, encoding="absolute table wpe")
+    subject.fault = fault
+    report = audit(subject)
+    found = {a.check: (a.severity, a.where) for a in report.findings if a.check != "shift"}
+    assert found == STREAMS[fault]
+    assert [(a.check, a.severity) for a in report.results if a.check == "shift"] == [("shift", "note")]
+    left_out = {a.check for a in report.unmeasured}
+    assert left_out >= {"order", "direction", "saving", "precision", "gradient"}
+    assert not any(a.failed for a in report.unmeasured), report
+    subject.limit = 15
+    report = audit(subject, checks=["positions", "generation", "left padding", "shift", "padding content"])
+    assert {a.check: a.reason for a in report.unmeasured} == {
+        "generation": "it has 15 positions only",
+        "shift": "its 15 positions leave no room for a shift",
+        "left padding": "it has 15 positions only",
+        "padding content": "it has 15 positions only",
+        "positions": "it has 15 positions only",
+    }
+
+
+@pytest.mark.parametrize(
+    ("encoding", "relative", "severity"),
+    [
+        ("unknown", None, "note"),
+        ("rotary", None, "broken"),
+        ("absolute table wpe", False, "broken"),
+        ("ALiBi", True, "broken"),
+    ],
+)
+def test_positions_that_are_ignored_are_a_fault_where_something_tells(encoding, relative, severity):
+    class Ignoring(Sums):
+        def call(self, module, tokens, positions=None, mask=None):
+            return super().call(module, tokens, None, mask)
+
+    abilities = frozenset({"causal", "positions"})
+    subject = Ignoring(torch.nn.Embedding(9, 9), "sums", abilities, is_relative=relative, encoding=encoding)
+    report = audit(subject, checks=["positions"])
+    assert [(a.severity, a.where) for a in report.results] == [("sound", ""), (severity, encoding)]
+
+
+class OtherNames(torch.nn.Module):
+    """Tokens by number, arguments by other names, outputs in a tuple, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer, self.dropout = torch.nn.Embedding(9, 16), faults.Rope(), torch.nn.Dropout(0.5)
+
+    def forward(self, tokens, position_ids=None, attention_mask=None, segment_ids=None):
+        return self.dropout(self.layer(self.table(tokens), position_ids, attention_mask, segment_ids)), None
+
+
+def test_a_module_of_tokens_with_other_names_is_measured_as_well():
+    report = audit(OtherNames().train(), example=torch.arange(9).repeat(4)[None], relative=True)
+    assert report.sound, report
+    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == WHOLE[faults.Rope]
+    halved = {"model": faults.Rope().half(), "example": torch.randn(1, 40, 16), "checks": ["shift", "batch"]}
+    assert [a.severity for a in audit(**halved, relative=True).results] == ["sound"] * 4
+    rotary = type("RotaryLayer", (faults.KeysUnrotated,), {})
+    assert audit(torch.nn.Sequential(rotary()), example=torch.randn(1, 12, 16), checks=["batch"]).unmeasured
+    outer = type("Outer", (faults.KeysUnrotated,), {})()
+    outer.rope = rotary()  # by whose name it is relative
+    for relative, status in ((None, 1), (False, 0), (True, 1)):
+        assert audit(outer, example=torch.randn(1, 12, 16), checks=["shift"], relative=relative).status == status
+
+
+def test_a_gradient_in_words():
+    def dead(grad, name="freq", heads=2):
+        parameter = torch.nn.Parameter(torch.zeros(grad.shape))
+        parameter.grad = grad
+        return _dead(name, parameter, heads)
+
+    one, first = torch.ones(2, 3), torch.tensor([[1.0, 0, 0], [0, 0, 0]])
+    assert _dead("freq", torch.nn.Parameter(one), 2) == dead(0 * one) == "no gradient at all"
+    assert dead(one) == dead(first, heads=7) == dead(torch.ones(2)) == dead(first, "bias", None) == ""
+    assert dead(first) == dead(first, heads=None) == dead(torch.tensor([1.0, 0])) == "no gradient in head 1"
+    assert dead(first.T, heads=2) == "no gradient in head 1"
+    assert dead(torch.eye(5)[2:3].T, heads=5) == "no gradient in head 0, 1, 3, 4"
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    class Infinite(faults.Learned):
+        def angles(self, positions, x, mask):
+            return super().angles(positions, x, mask) + 0 * (self.frequency - self.frequency.detach()).sum().sqrt()
+
+    report = audit(**faults.layer(Infinite), checks=["gradient"])
+    assert [(a.measured, a.where) for a in report.findings] == [("a gradient is not finite", "frequency")]
+
+
 def test_a_check_of_ones_own():
     @check("zeros", "Are outputs zero?", "causal")
     def zeros(subject):
@@ -191,6 +520,12 @@ def test_declared_frequencies():
         (lambda w: torch.tensor([1, 0.1, 0.01, 0.001]), "frequencies of base 10000"),
         (lambda w: w / 4, "divided by 8"),
         (lambda w: w * torch.tensor([1.0, 1.5, 1.0, 1.2]), "1 to 1.5 times the declared"),
+        (lambda w: w * 1.001, "the declared frequencies within 1e-03, rounded on the way"),
+        (
+            lambda w: rope_frequencies(3, 500.0),
+            "6 features rotate of the declared base, 8 are declared: the partial share or",
+        ),
+        (lambda w: torch.cat((w / 4 * 1.0, w[:0])), "frequencies of base 500, divided by 8"),
     ],
 )
 def test_a_diagnosis_in_words(own, words):
@@ -198,11 +533,29 @@ def test_a_diagnosis_in_words(own, words):
     assert words in diagnosis(own(frequencies(parameters, 8, None)), parameters, 8, None)
 
 
+def test_a_diagnosis_of_another_factor():
+    parameters = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters["original_max_position_embeddings"] = 64
+    for factor in (4, 32):
+        own = frequencies(parameters | {"factor": float(factor)}, 16, 64)
+        assert diagnosis(own, parameters, 16, 64) == f"the declared type with factor {factor}"
+
+
 MINE = """
 import torch, faults
 def sound(): return faults.layer(faults.Rope)
 def broken(): return faults.KeysUnrotated(), None, torch.zeros(1, 12, 16), True
+def causal(): return faults.Encoder(), None, torch.randn(1, 12, 16), True, True
+def absolute(): return faults.KeysUnrotated(), None, torch.randn(1, 12, 16), False, True
+def subject(): return dict(model=faults.KeysUnrotated(), example=torch.randn(1, 12, 16))
 def raises(): raise KeyError("mine")
+def runs():
+    class Raises(faults.Rope):
+        def angles(self, positions, x, mask):
+            if mask is not None and not mask.all():
+                raise RuntimeError()
+            return super().angles(positions, x, mask)
+    return faults.layer(Raises)
 """
 
 
@@ -217,6 +570,16 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
     assert out.startswith("KeysUnrotated: positions are BROKEN: shift")
     assert "sound: packing" in " ".join(out.split())
     assert len(isopos("audit", "mine_audited:sound", "--whole")[1].splitlines()) > 14
+    for name, checks, severities in (
+        ("causal", "packing,order", ["sound", "sound"]),  # as it is told, without a result of order
+        ("absolute", "shift", ["note"]),
+        ("subject", "shift", ["note"]),
+        ("broken", "shift", ["broken"]),
+    ):
+        found = json.loads(isopos("audit", f"mine_audited:{name}", "--checks", checks, "--json")[1])
+        assert [a["severity"] for a in found["results"]] == severities, name
+    found = json.loads(isopos("audit", "mine_audited:runs", "--checks=right padding", "--json")[1])
+    assert found["unmeasured"] == [{"check": "right padding", "reason": "RuntimeError: ", "failed": True}]
     code, out, _ = isopos("audit", "mine_audited:broken", "--json")
     assert code == json.loads(out)["status"] == 1
     code, out, _ = isopos("audit", "mine_audited:raises")

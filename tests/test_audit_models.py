@@ -14,9 +14,14 @@ RULES = {
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 256},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
     "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "factor": 8.0},
+    "yarn, all": {"factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.3},
+    "yarn, scales": {"factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.4, "original_max_position_embeddings": 256},
+    "yarn, no factor": {"factor": None, "original_max_position_embeddings": 256},
+    "longrope, factor": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], "attention_factor": 1.4},
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
-RULES["longrope"]["original_max_position_embeddings"] = 256
+for _name in ("longrope", "longrope, factor", "yarn, all"):
+    RULES[_name]["original_max_position_embeddings"] = 256
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,7 +98,7 @@ def test_what_is_broken_as_released_is_named(kind):
 @pytest.mark.oracles
 @pytest.mark.parametrize("rule", RULES)
 def test_declared_frequencies_are_those_of_transformers(rule):
-    parameters = {"rope_type": rule, "rope_theta": 10000.0} | RULES[rule]
+    parameters = {"rope_type": rule.partition(",")[0], "rope_theta": 10000.0} | RULES[rule]
     made = faults.model("llama", rope_parameters=dict(parameters))
     table = made.model.rotary_emb
     own = frequencies(parameters, 8, 2048)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -558,3 +559,157 @@ def test_races_against_other_libraries_run_in_processes_of_their_own(tmp_path):
     found = [(row["baseline"], row["note"]) for row in content["rows"] if row["baseline"]]
     assert [other for other, _ in found] == [other for _, other in others.EMBEDDINGS] * 2
     assert all(not note or "pip install" in note for _, note in found)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Workloads take 1, 2, 3, ... seconds in every round, as they come; a later race counts on."""
+    clock = itertools.count(1)
+    monkeypatch.setattr(
+        races, "rounds_of", lambda workloads, rounds, *_: {name: [next(clock)] * rounds for name in workloads}
+    )
+
+
+def test_rows_that_are_no_pairs_of_a_race_compare_the_later_with_the_earlier(counted, monkeypatch):
+    monkeypatch.setattr(races.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(races, "busy", nullcontext)
+    rows = [
+        (row.workload, row.baseline, row.goal, row.ours_seconds, row.baseline_seconds) for row in races.threads(1, SMALL)
+    ]
+    shape = "B=2 H=8 L=32 d=64"
+    assert rows == [
+        (f"causal, {races.BOTH}, {shape}, 2 threads", "1 threads", None, [2], [1]),
+        (f"causal, {races.BOTH}, {shape}, 4 threads", "2 threads", None, [3], [2]),
+    ]
+    rows = [
+        (row.workload, row.baseline, row.goal, row.ours_seconds, row.baseline_seconds)
+        for row in races.growth(1, (8, 16, 32))
+    ]
+    assert rows == [
+        ("causal, rotary, forward + backward, B=1 H=4 L=16 d=64", "L=8", races.ONCE, [5], [4]),
+        ("causal, rotary, forward + backward, B=1 H=4 L=32 d=64", "L=16", races.TWICE, [6], [5]),
+    ]
+    found = [row for row in races.under_load(1, SMALL) if row.baseline == "itself, none busy"][:2]
+    name = f"causal, {races.BOTH}, {shape}"
+    assert [(row.workload, row.goal) for row in found] == [(f"{name}, {n} busy", races.IDLE) for n in (1, 2)]
+    assert [(row.ours_seconds, row.baseline_seconds) for row in found] == [([9], [7]), ([11], [7])], "two workloads a race"
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ceilings_are_those_of_as_much_work(gradients, causal):
+    """Of 2^14 tokens of 64 features; a product of 1024^2 takes 1 and 3 s, a copy 2 s, and zeros 5 s."""
+    seconds = {ceilings.PRODUCT: [1.0, 3.0], ceilings.COPY: [2.0, 2.0], ceilings.ZEROS: [5.0, 5.0]}
+    found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=gradients, causal=causal)
+    work = {(0, 0): 4 * 64**2, (1, 0): 12 * 64**2, (0, 1): 4 * 64**2 + 128 * 64, (1, 1): 14 * 64**2 + 7 * 64**2}
+    share = 2**14 * work[gradients, causal] / 2**31
+    copies, zeros = (11.0, 20.0) if gradients else (4.0, 5.0)
+    assert found == {
+        ceilings.PRODUCT: [share, 3 * share],
+        ceilings.COPY: [copies] * 2,
+        ceilings.ZEROS: [zeros] * 2,
+        ceilings.ROOFLINE: [max(copies, share), max(copies, 3 * share)],
+        ceilings.FRESH: [share + zeros, 3 * share + zeros],
+    }
+
+
+def test_inputs_of_a_gpu_have_the_layout_of_projections():
+    shape = races.Shape(5, batch=2, heads=3, head_dim=4)
+    for first, strides in ((False, (60, 20, 4, 1)), (True, (60, 4, 12, 1))):
+        made = races._inputs("attention", shape, races.BOTH, torch.float64, tokens_first=first)
+        assert [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in made] == 3 * [
+            (torch.Size((2, 3, 5, 4)), strides, torch.float64, True)
+        ]
+    (layer,) = races._inputs("layer", shape, races.FORWARD, tokens_first=True)
+    assert (layer.shape, layer.requires_grad) == ((2, 5, 12), False)
+    assert [len(races._grads(what, made)) for what in ("attention", "rotary")] == [1, 3]
+
+
+def test_a_pass_of_a_layer_has_the_gradients_of_its_weights_too():
+    shape = races.Shape(6, batch=1, heads=2, head_dim=4)
+    inputs = races._inputs("layer", shape, races.BOTH)
+    found = races._one_pass("attention module, rotary", "layer", shape, races.BOTH, inputs, races._grads("layer", inputs))()
+    assert [tuple(grad.shape) for grad in found] == [(1, 6, 8), *4 * [(8, 8), (8,)]]
+
+
+def test_an_absent_ceiling_s_note_is_that_of_its_part(monkeypatch):
+    monkeypatch.setitem(ceilings.WORKLOADS, ceilings.COPY, lambda like: 1 / 0)
+    pairs = {("causal", ceilings.ROOFLINE): None, ("causal", ceilings.PRODUCT): None}
+    rows = list(races.race("attention", races.Race("attention", races.FORWARD, SHAPE, pairs), 1))
+    assert [(row.raced, row.note) for row in rows] == [
+        (False, f"{ceilings.COPY}: ZeroDivisionError: division by zero"),
+        (True, ""),
+    ]
+
+
+def test_a_child_that_ends_badly_says_how(monkeypatch):
+    module = "import os, sys; os.kill(os.getpid(), 9) if os.environ.get('HOW') == 'kill' else sys.exit(3)"
+    run = processes.subprocess.Popen
+
+    def start(command, **options):
+        assert command[1:4] == ["-m", processes.MODULE, "tree"]
+        assert json.loads(command[4]) == {"nodes": 7}
+        return run([sys.executable, "-c", module], **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    for environment, said in (({"HOW": "kill"}, "-9: killed, perhaps for want of memory"), (None, "3: its error is above")):
+        with pytest.raises(OSError, match=f'the process of tree {{"nodes": 7}} ended with {said}'):
+            list(processes.stream("tree", environment, nodes=7))
+
+
+def test_a_figure_of_a_tree_is_in_its_unit(monkeypatch):
+    runs = iter([{"seconds": s, "bytes": b * 2**30, "result": 2**29} for s, b in ((3.0, 1), (1.0, 5), (2.0, 4))])
+    monkeypatch.setattr(processes, "call", lambda function, **arguments: next(runs))
+    monkeypatch.setattr(processes, "rounds_of", lambda workloads, rounds: {"a": [2.0], "b": [4.0, 1.0, 3.0]})
+    found = [
+        (row.workload.partition(",")[0], row.figure, row.unit.partition(",")[0]) for row in processes.construction(1, 15)
+    ]
+    assert found == [
+        ("construction of b", 3000.0, "ms"),
+        ("construction of a", 2000.0, "ms"),
+        ("construction", 2500.0, "ms"),
+        *(("operators of a binary tree", figure, unit) for figure, unit in (
+            (2.0, "s"), (4.0, "GiB of peak memory above the start"), (0.5, "GiB"),
+        )),
+    ]  # fmt: skip
+
+
+def test_rows_that_are_there_are_left_out_by_variant(monkeypatch):
+    asked = []
+    monkeypatch.setattr(processes, "stream", lambda function, environment, **arguments: asked.append(arguments) or iter(()))
+    done = [_row(variant="a"), _row(variant="b", baseline="others"), _row(section="decode", variant="a")]
+    assert not list(processes.in_variants("rotary", {"a": {}, "b": {}, "c": {}}, 3, "cpu", done))
+    assert [one["done"] for one in asked] == [[("ours, forward", "theirs")], [("ours, forward", "others")], []]
+    assert all((one["name"], one["rounds"], one["device"]) == ("rotary", 3, "cpu") for one in asked)
+
+
+def test_every_file_goes_below_folders_that_are_made(tmp_path):
+    folder = results.target(str(tmp_path / "a" / "b"))
+    assert folder == tmp_path / "a" / "b"
+    assert folder.is_dir()
+    (folder / results.CHART).touch()
+    with pytest.raises(ValueError, match=r"out: .*bench.svg exists; choose another folder with --out, replace it with"):
+        results.target(str(folder), keep=True)
+    assert results.target("") is None
+    rows = [_row(section="growth"), _row(figure=1.0, ours_seconds=[])]
+    assert results.draw(folder, rows) == []
+    assert results.draw(folder, [*rows, _row()]) == [folder / results.CHART]
+    assert (folder / results.CHART).read_text().count("ours, forward") == 1
+
+
+def test_a_gpu_s_run_goes_on_with_the_same_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
+    results.write(tmp_path, [_row()], "isopos bench", 3, "cuda")
+    content = json.loads((tmp_path / results.DATA).read_text())
+    assert (content["device"], content["dtype"], content["command"]) == ("the GPU cuda", "bfloat16", "isopos bench")
+    (tmp_path / results.DATA).write_text(json.dumps(content | {"cpu": "an abacus", "threads": 99}))
+    assert results.read(tmp_path, 3, "cuda") == [_row()]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    with pytest.raises(
+        ValueError, match=r"resume: expected device the GPU cuda as in .*, got another; choose another folder"
+    ):
+        results.read(tmp_path, 3, "cuda")
+    assert "the GPU" not in results.heading(3)
+    assert (
+        results.heading(3, "cuda").count("another, bfloat16. Medians of 3 interleaved rounds, for long races as many") == 1
+    )

@@ -8,8 +8,12 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
+from isopos.lab.runs.files import write_json
 
 
 def _state(value):
@@ -164,3 +168,94 @@ def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path
     torch.nn.init.zeros_(model.a.weight)
     checkpoints.read_weights(model, found)
     assert torch.equal(model.a.weight, before)
+
+
+def test_a_checkpoint_in_full(tmp_path):
+    """An earlier, unfinished checkpoint of the same step is removed; the mark holds all that is known of the new one."""
+    torn = tmp_path / "checkpoints" / "step-00000005"
+    torn.mkdir(parents=True)
+    (torn / "left.pt").write_bytes(b"half")
+    assert checkpoints.save(tmp_path, _state(5), 5, validation=1.5, better="higher", ended=True) == torn
+    assert sorted(path.name for path in torn.iterdir()) == ["complete.json", "state.pt"]
+    assert json.loads((torn / "complete.json").read_text()) == {
+        "step": 5,
+        "sha256": hashlib.sha256((torn / "state.pt").read_bytes()).hexdigest(),
+        "validation": 1.5,
+        "better": "higher",
+        "ended": True,
+    }
+    assert checkpoints.complete(tmp_path) == [checkpoints.Checkpoint(torn, 5, 1.5, "higher", True)]
+    for value in ("Infinity", "-Infinity", "NaN"):
+        (torn / "complete.json").write_text((torn / "complete.json").read_text().replace("1.5", value))
+        with pytest.raises(
+            ValueError, match=f"validation: expected a finite number, got .*; remove {torn} to go on without"
+        ):
+            checkpoints.complete(tmp_path)
+        (torn / "complete.json").write_text((torn / "complete.json").read_text().replace(value, "1.5"))
+
+
+def test_the_oldest_is_what_a_damaged_first_one_goes_back_to(tmp_path):
+    """From the start, where none was before; else from the last of those before, not from one after."""
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path, _state(step), step, validation=4.0 - step if step < 3 else 9.0)
+    found = checkpoints.complete(tmp_path)
+    assert [c.step for c in found] == [2, 3]
+    (found[0].folder / "state.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"remove {found[0].folder}, and --resume goes on from the start$"):
+        checkpoints.read(found[0])
+
+
+def _layers():
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    return model
+
+
+def test_weights_that_changed_places_are_not_what_was_written(tmp_path):
+    model = _layers()
+    checkpoints.save_weights(model, tmp_path)
+    path = tmp_path / checkpoints.WEIGHTS
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    swapped = tensors | {"a.weight": tensors["b.weight"], "b.weight": tensors["a.weight"]}
+    for content, about in ((swapped, metadata), (tensors, metadata | {"sha256": "0"})):
+        save_file(content, path, metadata=about)
+        with pytest.raises(ValueError, match=r"model\.safetensors: its content is not what was written; put it right, or"):
+            checkpoints.read_weights(_layers(), path)
+    save_file(tensors, path)  # as version 0.1 wrote them
+    checkpoints.read_weights(_layers(), path)
+
+
+def test_a_default_of_the_scheme_that_changed_is_told_from_damage(tmp_path):
+    model = torch.nn.Module()
+    model.scheme = torch.nn.Linear(2, 2)
+    checkpoints.save_weights(_layers(), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"where a default of its scheme has changed since, name the option in recipe\.json, or"
+    ):
+        checkpoints.read_weights(model, tmp_path / checkpoints.WEIGHTS)
+
+
+def test_a_run_is_read_on_the_cpu_in_evaluation(tmp_path):
+    recipe = Recipe().edit(layers=1, model_dim=16, heads=2, device="cuda", dropout=0.5)
+    write_json(tmp_path / "recipe.json", recipe.as_dict())
+    built, model = checkpoints.build_model(tmp_path)
+    assert built == recipe.edit(device="cpu")
+    with pytest.raises(ValueError, match="which a run has when it ends; go on with it by isopos train --resume"):
+        checkpoints.load_run(tmp_path)
+    checkpoints.save_weights(model, tmp_path)
+    loaded, again = checkpoints.load_run(tmp_path)
+    assert loaded == built
+    assert not any(module.training for module in again.modules())
+    other = recipe.task.model(recipe.edit(device="cpu", seed=1))
+    before = other.head.weight.detach().clone()
+    checkpoints.warm_start(other, tmp_path)
+    found = other.state_dict()
+    assert found["head.weight"].equal(before)
+    assert all(value.equal(found[name]) for name, value in again.state_dict().items() if not name.startswith("head."))
+    checkpoints.warm_start(other, tmp_path, ("tokens.",))
+    assert other.head.weight.equal(again.head.weight)
+    for changes in ({"layers": 2}, {"model_dim": 32}, {"tied": True}):
+        edited = recipe.edit(device="cpu", **changes)
+        with pytest.raises(ValueError, match=r"start: expected weights of the model's shapes in .*; name another"):
+            checkpoints.warm_start(edited.task.model(edited), tmp_path, ())

@@ -1,8 +1,11 @@
 """Tables and comparisons on a Ray cluster: the files of one machine, whoever is killed; one line where there is none."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import pickle
+import platform
 import shutil
 import signal
 import socket
@@ -11,11 +14,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from isopos.lab.commands import spreading
+import isopos
+from isopos.lab.commands import compare, spreading
+from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints, cluster
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.runs.locks import holder
@@ -71,6 +77,162 @@ def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):
     assert f"has no {tmp_path / 'about.json'}: machines of a cluster need the folder at the same path" in said.reason
     (tmp_path / "about.json").touch()
     assert ", expected 0" in cluster._call(str(tmp_path), "about.json", "0", 1, payload).reason
+
+
+def told(*arguments):
+    """A job: the folder, threads and arguments that it was given."""
+    import torch
+
+    if arguments[0] == "fail":
+        raise arguments[1]
+    return f"{os.getcwd()} {torch.get_num_threads()} {arguments}"
+
+
+def test_a_job_runs_in_the_shared_folder_with_its_threads_and_says_what_fails(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)  # and back
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "about.json").touch()
+
+    def call(*arguments, version=isopos.__version__):
+        return cluster._call(str(tmp_path / "shared"), "about.json", version, 3, pickle.dumps((told, arguments)))
+
+    assert call("a", 1) == f"{tmp_path / 'shared'} 3 ('a', 1)"
+    assert sys.path[-1] == ""
+    host = platform.node()
+    assert call("fail", ValueError("steps: expected 1")) == cluster.Failed(f"steps: expected 1 (on {host})")
+    assert call("fail", MemoryError()) == cluster.Failed(f"MemoryError (on {host})")
+    for version in ("0", "99"):
+        said = cluster.Failed(f"{host} has isopos {isopos.__version__}, expected {version}")
+        assert call("a", version=version) == said
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours
+        call("fail", ZeroDivisionError())
+
+
+class FakeRay:
+    """Processes end in the order in which they began, as their job's answers say."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+        class RayTaskError(RayError):
+            def __init__(self, cause):
+                self.cause = cause
+
+    def __init__(self, answers, nodes=()):
+        self.answers, self.started, self.cancelled, self.options, self.nodes = answers, [], [], None, lambda: nodes
+
+    def remote(self, **options):
+        self.options = options
+        return lambda function: SimpleNamespace(remote=self.begin)
+
+    def begin(self, *arguments):
+        *place, payload = arguments
+        _, given = pickle.loads(payload)
+        self.started.append((given, tuple(place)))
+        return len(self.started) - 1
+
+    def wait(self, references, num_returns=1, timeout=None):
+        return references[:num_returns], references[num_returns:]
+
+    def get(self, reference):
+        found = self.answers[self.started[reference][0][0]].pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def cancel(self, reference):
+        self.cancelled.append(self.started[reference][0][0])
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """A cluster whose processes give these answers, in this process."""
+
+    def of(answers, nodes=()):
+        fake = FakeRay(answers, nodes)
+        monkeypatch.setattr(cluster, "_connected", lambda address: contextlib.nullcontext(fake))
+        return fake
+
+    return of
+
+
+def job(name, ready=lambda: True):
+    return cluster.Job(name, told, (name,), Path(name), 1, ready)
+
+
+def test_a_lost_process_is_started_again_three_times_and_waits_for_its_locks(ray, monkeypatch):
+    lost = [FakeRay.exceptions.RayError("it died\nat once")] * 4
+    fake = ray({"a": [""], "b": [*lost], "c": ["", ""], "d": [*lost[:2], "diverged"]})
+    finished = []
+    jobs = [job("a"), job("b"), job("c", lambda: "a" in finished), job("d"), job("never", lambda: False)]
+    found = []
+    for one, outcome in cluster.spread(jobs, "auto", "cuda", 2, Path("about.json")):
+        found.append((one.name, outcome))
+        finished.append(one.name)
+    assert [outcome for name, outcome in found if name == "b"] == [
+        cluster.Failed("its process was lost: it died", again) for again in (True, True, True, False)
+    ]
+    assert [outcome for name, outcome in found if name == "d"][-1] == "diverged"
+    assert [name for name, _ in found].count("c") == 1
+    assert [given for given, _ in fake.started if given[0] == "b"] == [("b", 0.0), *3 * [("b", cluster.LEASE)]]
+    assert [given[0] for given, _ in fake.started][:4] == ["a", "b", "d", "c"], "one that is not ready waits"
+    assert {place for _, place in fake.started} == {(os.getcwd(), "about.json", isopos.__version__, 2)}
+    assert fake.options == {"num_cpus": 2, "num_gpus": 1, "max_retries": 0}
+    assert not fake.cancelled
+
+
+def test_who_stops_listening_ends_what_runs_and_a_mistake_of_ours_is_raised(ray):
+    fake = ray({"a": [""], "b": [], "c": []})
+    running = cluster.spread([job(name) for name in "abc"], "auto", "cpu", 1, Path("about.json"))
+    assert next(running)[0].name == "a"
+    running.close()
+    assert fake.cancelled == ["b", "c"]
+    assert fake.options["num_gpus"] == 0
+    ray({"a": [FakeRay.exceptions.RayTaskError(ZeroDivisionError("ours"))]})
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        list(cluster.spread([job("a")], "auto", "cpu", 1, Path("about.json")))
+
+
+@RAY
+def test_a_cluster_without_a_machine_that_is_large_enough(ray):
+    nodes = [
+        {"Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus}} for alive, cpus, gpus in ((1, 2, 0), (0, 64, 8), (1, 4, 0))
+    ]
+    ray({}, nodes)
+    cluster.check_cluster("auto", "cpu", 4)
+    with pytest.raises(
+        ValueError, match="ray: expected a machine with 5 CPUs for a run, got at most 4; set OMP_NUM_THREADS"
+    ):
+        cluster.check_cluster("auto", "cpu", 5)
+    with pytest.raises(ValueError, match=r"ray: expected a machine with 1 GPUs for a run, got at most 0$"):
+        cluster.check_cluster("auto", "cuda", 1)
+    with pytest.raises(ValueError, match="device: expected cpu or cuda, of which Ray gives each run one, got 'cuda:1'"):
+        cluster.check_cluster("auto", "cuda:1", 1)
+
+
+def test_a_run_of_a_comparison_in_a_process_of_a_cluster(tmp_path, monkeypatch):
+    """It begins, goes on from its checkpoint, and refuses other data and a folder that is in use."""
+    compare._loaded.cache_clear()
+    recipe = Recipe().edit(steps=2, length=16, batch=2, layers=1, model_dim=8, heads=2, validation_tokens=64, save_every=1)
+    sha256 = recipe.task.load(recipe).sha256
+    assert compare._remote(recipe, recipe, sha256, tmp_path / "a", 0.0) == ""
+    before = (tmp_path / "a" / "result.json").read_bytes()
+    (tmp_path / "a" / "result.json").unlink()
+    assert compare._remote(recipe, recipe, sha256, tmp_path / "a", 0.0) == ""
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["scores"] == json.loads(before)["scores"]
+    with pytest.raises(ValueError, match=f"data: expected that of sha256 {'0' * 12}, got {sha256[:12]}"):
+        compare._remote(recipe, recipe, "0" * 64, tmp_path / "b", 0.0)
+    worse = recipe.edit(learning_rate=1e20, clip=0.0, steps=6, schedule="constant", warmup=0)
+    assert compare._remote(recipe, worse, sha256, tmp_path / "c", 0.0).startswith("diverged")
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "try_lock", lambda *_: contextlib.nullcontext(False))
+        with pytest.raises(ValueError, match="c is in use by process"):
+            compare._remote(recipe, recipe, sha256, tmp_path / "c", 0.0)
 
 
 def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,14 @@
 """`isopos compare` end to end at a tiny size, through the command line."""
 
+import io
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from isopos.lab.commands import compare
 from isopos.lab.recipes import Recipe
@@ -348,3 +351,33 @@ def test_a_batch_that_fits_is_none_of_them(monkeypatch):
     whole = memory._memory("cpu", 1)
     assert 2**28 < whole < 2**50
     assert memory._memory("cpu", 4) == whole / 4
+
+
+def test_runs_of_a_comparison_in_their_order():
+    """Seed by seed, each with all schemes; an option of a scheme's own stands before that of all."""
+    options = compare.Options(schemes="none,rope:attention=linear,rope+none", attention="softmax", seeds=2)
+    softmax = "rope:attention=softmax+none:attention=softmax"
+    schemes = ["none:attention=softmax", "rope:attention=linear", softmax]
+    assert [(recipe.seed, recipe.scheme) for recipe in options.recipes()] == [(n, one) for n in (0, 1) for one in schemes]
+    assert [recipe.scheme for recipe in compare.Options(schemes="none,rope").recipes()] == ["none", "rope"]
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_titles_of_runs_have_seeds_where_there_are_several(monkeypatch, tmp_path, seeds):
+    titles, trained = [], []
+
+    def train(recipe, data, folder, show):
+        trained.append((recipe, folder.name))
+        show(1, 2.0, 3.0)
+        return SimpleNamespace(status="finished" if recipe.scheme == "none" else "diverged at step 1")
+
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(compare.Bars, "add", lambda self, title, *unit: titles.append((title, *unit)) or (lambda *row: None))
+    recipes = compare.Options(schemes="none,rope", seeds=seeds).recipes()
+    console = Console(record=True, width=100, file=io.StringIO())
+    compare._train_all(recipes, None, tmp_path, console)
+    names = ["none", "rope"] if seeds == 1 else ["none seed 0", "rope seed 0", "none seed 1", "rope seed 1"]
+    assert titles == [(name, 250, "bits/byte", "tokens/s") for name in names]
+    assert trained == [(recipe, f"{recipe.scheme}-seed{recipe.seed}") for recipe in recipes]
+    said = [line for line in console.export_text().splitlines() if "diverged" in line]
+    assert said == [f"{name}: diverged at step 1" for name in names if "rope" in name]

@@ -1,5 +1,8 @@
 """The engine in one process: what a step is a function of, resuming, stopping, and every choice of a recipe."""
 
+import itertools
+import json
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -11,8 +14,8 @@ from isopos import lab
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Interrupted, read_rows
+from isopos.lab.training import memory, trainer
 from isopos.lab.training import run as train
-from isopos.lab.training import trainer
 
 TINY = Recipe().edit(
     steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
@@ -74,6 +77,161 @@ def test_the_schedules_are_those_of_their_names():
     }
     assert at == pytest.approx({"cosine": 0.5, "polynomial": 0.25, "constant": 1})
     assert trainer.learning_rate_factor(Training(steps=100, schedule="inverse-sqrt"), 40) == 0.5
+
+
+def test_the_schedules_are_their_formulas_at_every_step():
+    warm, steps = 4, 20
+    formulas = {
+        "cosine": lambda n: (1 + math.cos(math.pi * (n - 1 - warm) / (steps - warm))) / 2,
+        "polynomial": lambda n: (1 - (n - 1 - warm) / (steps - warm)) ** 1.5,
+        "inverse-sqrt": lambda n: (warm / n) ** 0.5,
+        "constant": lambda n: 1.0,
+    }
+    for name, formula in formulas.items():
+        settings = Training(steps=steps, warmup=warm, schedule=name, power=1.5)
+        found = [trainer.learning_rate_factor(settings, n) for n in range(1, steps + 1)]
+        assert found == pytest.approx([n / warm if n <= warm else formula(n) for n in range(1, steps + 1)])
+    for steps, warmup, first in ((3, -1, 1.0), (20, -1, 0.5), (20, 0, 1.0)):
+        assert trainer.learning_rate_factor(Training(steps=steps, warmup=warmup, schedule="constant"), 1) == first
+
+
+LOOPS = {
+    "adamw": {"optimizer": "adamw", "accumulate": 2, "schedule": "cosine", "clip": 0.3},
+    "adam": {"optimizer": "adam", "schedule": "polynomial", "power": 2.0, "clip": 0.0, "warmup": 2, "dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_run_is_what_a_plain_loop_computes(run, source, tmp_path, kind, monkeypatch):
+    """Every choice of the optimiser, accumulation, dropout, clipping, schedule, validation; and what a caller is told."""
+    recipe = TINY.edit(steps=6, weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=1e-3, learning_rate=0.02, seed=2)
+    recipe = recipe.edit(validate_every=4, save_every=3, **LOOPS[kind])
+    t, told, clock = recipe.training, [], itertools.count()
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: 1.0 * next(clock))
+    rows = run(recipe, on_step=lambda *row: told.append(row))
+    model = recipe.task.model(recipe)
+    optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind](
+        model.parameters(), lr=1.0, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3
+    )
+    expected, weights = [], {}
+    for step in range(1, 7):
+        losses = []
+        optimizer.zero_grad()
+        for part in range(t.accumulate):
+            torch.manual_seed(trainer.dropout_seed(2, step, 0, part))
+            loss = source.loss(model.train(), *source.batch(recipe, step, part, t.accumulate))
+            (loss / t.accumulate).backward()
+            losses.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip or math.inf).item()
+        rate = optimizer.param_groups[0]["lr"] = 0.02 * trainer.learning_rate_factor(t, step)
+        optimizer.step()
+        loss = sum(losses) / len(losses)
+        expected.append({"step": step, "loss": loss, "gradient_norm": norm, "learning_rate": rate})
+        if step in (4, 6):
+            metrics = recipe.task.metrics[:1]
+            value = source.evaluate(model.eval(), recipe, metrics)["bits/byte"]
+            expected.append({"step": step, "validation": value})
+            weights[value] = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for found, own in zip(rows, expected, strict=True):
+        assert found == pytest.approx(own, rel=1e-5, abs=1e-7)
+    assert [row[0] for row in told] == [1, 2, 3, 4, 5, 6]
+    assert [row[1] for row in told] == pytest.approx([row["loss"] / math.log(2) for row in rows if "loss" in row], rel=1e-6)
+    assert [row[2] for row in told] == pytest.approx([n * 4 * 32 / n for n in range(1, 7)]), "tokens in n seconds"
+    kept = lab.load(tmp_path / "run").state_dict()
+    assert all(torch.allclose(weight, kept[name], atol=1e-6) for name, weight in weights[min(weights)].items())
+    found = checkpoints.complete(tmp_path / "run")
+    validations = [row["validation"] for row in rows if "validation" in row]
+    assert [tuple(c[1:]) for c in checkpoints.complete(tmp_path / "run")] == [
+        (step, value, "lower", step == 6) for step, value in zip((4, 6), validations, strict=True)
+    ]
+
+
+def test_units_per_second_are_of_the_steps_since_a_run_went_on(run, monkeypatch):
+    def interrupt(step, *rest):
+        if step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run(TINY, on_step=interrupt)
+    clock, told = itertools.count(), []
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: 1.0 * next(clock))
+    run(TINY, on_step=lambda *row: told.append(row[2]), resume=True)
+    assert told == pytest.approx([4 * 32] * 5)
+
+
+def test_a_resumed_run_keeps_the_recipe_of_where_it_runs_now(run, tmp_path):
+    run(TINY)
+    (tmp_path / "run" / "result.json").unlink()
+    run(TINY.edit(workers=1), resume=True)
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text()) == json.loads(
+        json.dumps(TINY.edit(workers=1).as_dict())
+    )
+    assert json.loads((tmp_path / "run" / "data.json").read_text()).keys() == {"name", "sha256"}
+
+
+@pytest.mark.parametrize("name", ["RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_the_first_process_is_that_of_rank_zero_everywhere(monkeypatch, name):
+    for other in ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(other, "0")
+    assert train.is_first_process()
+    monkeypatch.setenv(name, "1")
+    assert not train.is_first_process()
+    for other in ("RANK", "NODE_RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(other)
+    assert train.is_first_process()
+
+
+def test_laws_of_a_run_are_those_of_all_its_schemes(run, tmp_path):
+    for scheme, laws in (("rope", "yes"), ("rope+none", "yes"), ("learned+rope", "no (attention)")):
+        name = scheme.replace("+", "-")
+        run(TINY.edit(steps=1, layers=2, save_every=0, scheme=scheme), name)
+        assert json.loads((tmp_path / name / "result.json").read_text())["laws"] == laws
+
+
+def test_timed_workloads_are_a_step_with_gradients_or_one_sample_without():
+    seen = []
+
+    class Watched(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            seen.append((len(x), self.training, torch.is_grad_enabled(), self.weight.grad is None))
+            return (self.weight * x).sum()
+
+    task = SimpleNamespace(model=lambda recipe: Watched())
+    recipe = SimpleNamespace(
+        task=task,
+        training=SimpleNamespace(device="cpu", precision="float32", batch=4),
+        edit=lambda **changes: edited(changes),
+    )
+
+    def edited(changes):
+        settings = SimpleNamespace(**vars(recipe.training) | {"batch": changes.get("batch", 4)})
+        return SimpleNamespace(task=task, training=settings)
+
+    data = SimpleNamespace(batch=lambda recipe, step: (torch.ones(recipe.training.batch),), loss=lambda model, x: model(x))
+    for times, expected in ((train.step_times, (4, True, True, True)), (train.answer_times, (1, False, False, True))):
+        seen.clear()
+        (seconds,) = times(recipe, data, {"a": "rope", "b": "none"}, 1)
+        assert set(seconds) == {"a", "b"}
+        assert set(seen) == {expected}
+
+
+def test_memory_that_a_step_needs(monkeypatch):
+    for changes, parts in (
+        ({}, 1), ({"accumulate": 2}, 2), ({"devices": 2}, 2), ({"nodes": 3}, 3), ({"recompute": True}, 8),
+        ({"layers": 4}, 0.25), ({"model_dim": 32}, 0.5), ({"batch": 2}, 2), ({"length": 64}, 0.5),
+        ({"accumulate": 2, "devices": 2, "nodes": 2}, 8),
+    ):  # fmt: skip
+        recipe, need = TINY.edit(**changes), 4 * 4 * 32 * 16 * 1 * 8 / parts
+        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need)
+        memory.check_memory(recipe)
+        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need - 1)
+        said = rf"batch: expected one whose {recipe.training.accumulate} parts .*, got {recipe.training.batch}, which needs"
+        with pytest.raises(ValueError, match=said):
+            memory.check_memory(recipe)
 
 
 def test_accumulated_parts_are_one_update(run):

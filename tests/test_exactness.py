@@ -9,6 +9,7 @@ from benchmarks.peers import ROTARY
 from isopos.catalog import CATALOG
 from isopos.lab.bench import accuracy, exactness
 from isopos.lab.commands import bench
+from isopos.scheme import Scheme
 
 COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # four to ten times what was measured
@@ -27,7 +28,6 @@ def bound(key):
     return 1e-6 if key[0] == "float64" and key[3] == "2^31" else BOUNDS[key[0]]  # an angle there is rounded by 2e-7
 
 
-@pytest.mark.slow
 def test_errors_are_roundings(found):
     figures = {key: error for key, error in found.items() if isinstance(error, float)}
     assert {key: error for key, error in figures.items() if not error < bound(key)} == {}
@@ -145,3 +145,51 @@ def test_the_committed_page_has_everything():
     for table in beside:
         assert table[0] == ["library", *map(str, accuracy.FAR)]
         assert [row[0] for row in table[2:]] == ["isopos", *ROTARY]
+
+
+def test_a_setting_is_what_its_name_says(monkeypatch):
+    """What attention is given: packed segments, masks and positions of padding, heads that differ, a far origin."""
+    monkeypatch.setattr(exactness, "LENGTH", 67)
+    seen, attend = [], exactness.ATTENTIONS["linear"]
+    at = Scheme.at
+
+    def watched(q, k, v, **options):
+        seen.append((q, k, options))
+        return attend(q, k, v, **options)
+
+    places = []
+    monkeypatch.setitem(exactness.ATTENTIONS, "linear", watched)
+    monkeypatch.setattr(Scheme, "at", lambda self, x, *more, **options: places.append(x) or at(self, x, *more, **options))
+    trial = exactness.Trial(isopos.rope(16, 2), torch.float64)
+
+    def run(name):
+        seen.clear()
+        places.clear()
+        exactness.SETTINGS[name].run(trial)
+        return seen[0]
+
+    assert run("whole")[2]["causal"]
+    assert not run("all keys")[2]["causal"]
+    ids = run("packed")[2]["segment_ids"]
+    assert len(ids.unique()) == 10
+    assert places[0][:, 0].tolist() == [n for length in ids.unique_consecutive(return_counts=True)[1] for n in range(length)]
+    mask = run("left")[2]["mask"]
+    assert mask.sum(-1).tolist() == [67 - n for n in exactness.PADDING]
+    for row, n in zip(places[0][..., 0], exactness.PADDING, strict=True):
+        assert row.tolist() == [*range(-n, 67 - n)]
+    assert mask[:, 0].tolist() == [False, False]
+    _, _, options = run("right")
+    assert not options["causal"]
+    assert options["mask"][:, 0].tolist() == [True, True]
+    q, k, _ = run("heads")
+    assert (q.shape[1], k.shape[1]) == (4, 2)
+    assert not q[:, 0].equal(q[:, 1])
+    assert run("cross")[0].shape[-2] == 41
+    run("2^31")
+    assert {int(x.min()) for x in places} == {2**31, *range(2**31 + 34, 2**31 + 67)}
+    assert [q.shape[-2] for q, _, _ in seen] == [34, *33 * [1]]
+    run("tokens")
+    assert [q.shape[-2] for q, _, _ in seen] == 67 * [1]
+    run("chunks")
+    assert len(seen) == 10
+    assert sum(q.shape[-2] for q, _, _ in seen) == 67

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,52 @@ def test_a_damaged_result_is_named(tmp_path, text):
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json: "):
         Result.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "a/", ""])
+def test_a_name_is_that_of_one_folder(name):
+    with pytest.raises(ValueError, match=f"name: expected the name of one folder under runs/, got {name!r}"):
+        folders.run_folder(name)
+    assert folders.run_folder("a.b") == Path("runs/a.b")
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_a_kill_left_aside_goes_with_a_new_run(tmp_path, aside):
+    run = tmp_path / "run"
+    folders.create(run, Recipe())
+    if aside:
+        folders.start_folder(run, "recipe.json", Recipe().as_dict())
+        assert folders.aside_path(run).exists()
+    folders.create(run, Recipe().edit(seed=3), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert folders.read_recipe(run).seed == 3
+
+
+def test_rows_of_a_run_that_ended(tmp_path):
+    """As many as its recipe has steps, unless patience ended it; one with none, or with a part of one, is damaged."""
+    recipe = Recipe().edit(steps=3)
+    folders.create(tmp_path / "run", recipe)
+    run = tmp_path / "run"
+    result = Result("finished", {"bits/byte": 0.5, "at 2x": None, "at 4x": None}, 3.0, **MORE)
+    result.save(run)
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="expected rows up to step 1 at least, got none; remove it"):
+        folders.read_rows(run / "metrics.jsonl")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected rows up to step 3, got them up to step 2; remove it"):
+        folders.read_run(run, recipe)
+    rows = folders.read_rows(run / "metrics.jsonl")
+    assert folders.read_run(run, recipe.edit(patience=1, validate_every=1)) == (rows, result)
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 2.0}\n{"st')
+    with pytest.raises(ValueError, match="line 2: expected a row, got the part of one; remove the line, or the file"):
+        folders.read_run(run, recipe)
+    for status, known in (("diverged at step 2", True), ("ended", False)):
+        replace(result, status=status).save(run)
+        if known:
+            assert Result.read(run).status == status
+        else:
+            with pytest.raises(ValueError, match="status: expected finished or diverged, got 'ended'; remove it, and train"):
+                Result.read(run)
+    (run / "data.json").write_text('{"name": "a", "sha256": ""}')
+    with pytest.raises(ValueError, match="sha256: expected that of the data, got an empty text; remove it, and the data of"):
+        fingerprint(run)

@@ -1,16 +1,23 @@
 """`isopos train`, `eval` and `runs` through the command line, in one process."""
 
+import io
 import json
 import os
+import shutil
 import signal
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from isopos import lab
+from isopos.lab.commands import runs as listing
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import read_rows
+from isopos.lab.tasks.task import View
 from isopos.lab.training import run as training
 
 TINY = ["--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512", "--device=cpu"]
@@ -203,3 +210,87 @@ def test_what_there_is_not_to_list_or_evaluate(isopos, tmp_path):
     assert "expected weights or a checkpoint" in isopos("eval", "runs/quickstart")[2]
     with pytest.raises(ValueError, match="which a run has when it ends"):
         lab.load("runs/quickstart")
+
+
+def _rows(text):
+    """Cells of a table."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+
+
+def _listed(folder):
+    """Rows of the list of runs, without the time, and the times."""
+    console = Console(record=True, width=200, file=io.StringIO())
+    assert listing.run(listing.Options(folder), console) == 0
+    rows = _rows(console.export_text())
+    return [row[:-1] for row in rows], {row[-1] for row in rows}
+
+
+def test_runs_are_listed_with_what_their_folders_say(isopos, tmp_path):
+    """The last loss, the best validation of one that goes on or the score of one that ended; hidden ones are none."""
+    whole = [*TRAIN, "--validate-every=2", "--learning-rate=0.3", "--schedule=constant"]
+    assert isopos(*whole, "--name=seed-a")[0] == 0
+    for name in ("seed-b", "seed-c"):
+        shutil.copytree("runs/seed-a", f"runs/{name}")
+        (tmp_path / "runs" / name / "result.json").unlink()
+    shutil.copytree("runs/seed-a", "runs/.seed-d")
+    lines = (tmp_path / "runs" / "seed-a" / "metrics.jsonl").read_text().splitlines(True)
+    rows = [json.loads(line) for line in lines]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    bits = {row["step"]: row["validation"] for row in rows if "validation" in row}
+    assert list(bits) == [2, 4, 6]
+    shutil.rmtree("runs/seed-c/checkpoints")
+    (tmp_path / "runs" / "seed-c" / "metrics.jsonl").write_text(lines[0])
+    for age, name in enumerate(("seed-b", "seed-c", "seed-a")):
+        for file in ("recipe.json", "metrics.jsonl"):
+            os.utime(tmp_path / "runs" / name / file, (10**9 - age, 10**9 - age))
+    score = json.loads((tmp_path / "runs" / "seed-a" / "result.json").read_text())["scores"]["bits/byte"]
+    rows, times = _listed("runs")
+    assert rows == [  # latest last
+        ["seed-a", "rope", "finished", "6/6", f"{losses[6]:.3f}", f"{score:.3f} bits/byte"],
+        ["seed-c", "rope", "not finished", "1/6", f"{losses[1]:.3f}", "-"],
+        ["seed-b", "rope", "not finished", "6/6", f"{losses[6]:.3f}", f"{min(bits.values()):.3f} bits/byte"],
+    ]
+    assert times == {time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) for at in (10**9, 10**9 - 1)}
+    assert _listed("runs/seed-a/..")[0] == rows
+
+
+def test_what_eval_appends_in_full(isopos, tmp_path):
+    """An entry per call, the latest last; whatever was asked for stands in it, with the figures that are printed."""
+    assert isopos(*TRAIN, "--name=a", "--steps=3")[0] == 0
+    path = tmp_path / "runs" / "a" / "eval.json"
+    recipe, model = checkpoints.load_run(path.parent)
+    data = recipe.task.load(recipe, run=path.parent)
+    (path.parent / "data.json").write_text(json.dumps({"name": "other", "sha256": "0" * 64}))
+    plain = {"weights": "model.safetensors", "step": 3, "split": "validation", "scored": 0.0, "limit": -1, "own": []}
+    views = (
+        ((), {}, (1, 2, 4), {}),
+        (("--length=2", "--scored=0.5", "--limit=200"), {"scored": 0.5, "limit": 200}, (2,), {}),
+        (("--split=test", "--length=1", "--extend=linear:factor=3"), {"split": "test"}, (1,), {"extend": "linear:factor=3"}),
+    )
+    if "test" not in data.splits:
+        views = (*views[:2], (("--length=1", "--extend=linear:factor=3"), {}, (1,), {"extend": "linear:factor=3"}))
+    expected = []
+    for arguments, changes, multiples, more in views:
+        code, out, err = isopos("eval", "runs/a", *arguments, "--other-data")
+        assert code == 0, err
+        view = View(**changes)
+        if more:
+            model.scheme.extend("linear", factor=3)
+        figures = {str(m): dict(data.measure(model, recipe, replace(view, multiple=m)).figures) for m in multiples}
+        expected.append(plain | changes | more | {"data": data.sha256, "figures": figures})
+        assert json.loads(path.read_text()) == expected
+        rows = _rows(out)
+        assert [row[:2] for row in rows] == [[f"{m}x", f"{figures[str(m)]['bits_per_byte']:.3f}"] for m in multiples]
+
+
+def test_a_recipe_of_ones_own_names_its_folder_and_its_end_is_the_status(isopos, monkeypatch, tmp_path):
+    assert isopos(*TRAIN, "--resume", "--overwrite")[2] == (
+        "isopos: resume: expected either --resume or --overwrite, got both\n"
+    )
+    out = isopos(*TRAIN, "--name=a", "--steps=2")[1]
+    scores = json.loads((tmp_path / "runs" / "a" / "result.json").read_text())["scores"]
+    said = ", ".join(f"{title} {value:.3f}" for title, value in scores.items())
+    assert " ".join(out.split()).endswith(f"finished: {said}; runs/a")
+    monkeypatch.setattr(training, "is_first_process", lambda: False)
+    monkeypatch.setattr(training, "train", lambda *_, **__: None)
+    assert isopos(*TRAIN, "--name=a") == (0, "", "")  # another process, which neither asks nor says anything

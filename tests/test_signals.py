@@ -138,3 +138,24 @@ runpy.run_module("isopos", run_name="__main__")
 def test_ctrl_c_while_importing_is_no_traceback(name):
     done = subprocess.run([sys.executable, "-c", EARLY.format(name=name)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_first_of_several_signals_counts_and_none_outlives_its_command():
+    with signals.raising():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with pytest.raises(Interrupted):
+                send(number)
+        assert signals.pending() == signal.SIGTERM
+        with pytest.raises(Interrupted) as stop:
+            signals.raise_pending()
+        assert signals.exit_status(stop.value) == 143
+        assert signals.exit_status(KeyboardInterrupt()) == 130
+        with signals.deferred():
+            send(signal.SIGINT)  # only remembered
+    assert signals.pending() == 0
+    signals.raise_pending()
+    signals.remember(signal.SIGINT)  # outside of a command
+    assert signals.pending() == 0
+    with signals.raising():
+        signals.remember(signal.SIGTERM)
+        assert signals.pending() == signal.SIGTERM

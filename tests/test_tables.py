@@ -1,5 +1,6 @@
 """Tables of papers: the data files, locks, ranks, and `isopos table` end to end."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from isopos import linear_attention, softmax_attention
 from isopos.lab.commands import table as reproduce
@@ -18,6 +21,7 @@ from isopos.lab.reports import paper
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
 from isopos.lab.tasks.attentions import absence
 from isopos.lab.tasks.build import build_scheme
+from isopos.lab.tasks.task import Metric, Scored, View
 from isopos.lab.training import run as training
 from isopos.lab.training.run import check_recipe
 
@@ -530,3 +534,100 @@ def test_a_whole_table_at_the_tiny_scale(isopos, tmp_path, name):
     assert time.monotonic() - begun < 120
     page = (tmp_path / "runs" / "tables" / f"{name}-tiny" / "table.md").read_text()
     assert all(row.name in page for row in load_table(name).rows)
+
+
+def test_rows_are_those_that_are_asked_for_with_the_baseline_first():
+    console = Console(quiet=True)
+    for name in TABLES:
+        table = load_table(name)
+        known = [row.name for row in table.rows if row.scheme and not absence(row.scheme)]
+        expected = [table.baseline, *(row for row in known if row != table.baseline)]
+        assert [row.name for row in reproduce._rows(table, "", console)] == expected
+        few = [row for row in known if row in (*known[-2:], table.baseline)]
+        found = [row.name for row in reproduce._rows(table, ",".join(reversed(few)), console)]
+        assert found == [table.baseline, *(row for row in few if row != table.baseline)]
+
+
+def test_the_sources_of_corpora_and_of_those_from_whose_runs_they_start():
+    def sources(table, *data, scale="small"):
+        return reproduce._sources(load_table(table), reproduce.Options(table, scale=scale, data=data))
+
+    assert sources("permuteformer-4", "a.txt") == sources("permuteformer-4", "wikitext-103=a.txt")
+    assert list(sources("permuteformer-4", "a.txt").values()) == ["a.txt"]
+    starting = 0
+    for name in TABLES:
+        table = load_table(name)
+        order = [one.name for one in table.corpora] or [""]
+        for scale in ("tiny", "small")[: 1 + all(not one.start for one in table.corpora)]:
+            found = sources(name, scale=scale)
+            assert list(found) == [one for one in order if one in found], "in the order of the table"
+        for corpus in table.corpora:
+            if corpus.start:
+                starting += 1
+                found = sources(name, f"{corpus.name}=x", f"{corpus.start}=y")
+                assert found == {corpus.start: "y", corpus.name: "x"}
+                try:
+                    found = sources(name, f"{corpus.name}=x")
+                    assert list(found) == [corpus.start, corpus.name]
+                except ValueError as error:
+                    said = f"data: expected {corpus.start}=PATH, from whose runs {corpus.name} starts, got none"
+                    assert str(error) == said  # noqa: PT017
+    assert starting
+    with pytest.raises(ValueError, match="data: expected NAME=PATH with a name of wikitext-103, books, got 'x'"):
+        sources("lrpe-2", "x")
+
+
+def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
+    table, data = load_table("lrpe-2"), SimpleNamespace(name="mine")
+    machine = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"
+    for seeds, corpus, argument in ((3, "books", "a"), (1, "wikitext-103", "b c"), (1, "wikitext-103", "b c")):
+        monkeypatch.setattr(sys, "argv", ["isopos", "table", argument])
+        reproduce._note(tmp_path, table, reproduce.Options("lrpe-2", "tiny", seeds=seeds), {corpus: data}, "cpu")
+    assert json.loads((tmp_path / "about.json").read_text()) == {
+        "table": "lrpe-2",
+        "scale": "tiny",
+        "commands": ["isopos table a", "isopos table 'b c'"],
+        "seeds": 3,
+        "corpora": {"books": "mine", "wikitext-103": "mine"},
+        "machine": machine,
+    }
+    monkeypatch.setattr(reproduce, "try_lock", lambda *_: contextlib.nullcontext(False))
+    with pytest.raises(
+        ValueError, match=r"expected .*about.json to be free within seconds, but process .* has it; start again"
+    ):
+        reproduce._note(tmp_path, table, reproduce.Options("lrpe-2"), {}, "cpu")
+
+
+def test_rounds_are_lacking_by_row(tmp_path):
+    table = load_table("lrpe-6")
+    rows = [table.row(name) for name in ("Base", "Rope", "Type2")]
+    rounds = [{"Base": 1.0, "Rope": 1.0}] * 20 + [{"Base": 1.0, "Type2": 1.0}] * 3
+    (tmp_path / "timing.json").write_text(json.dumps(rounds))
+    assert reproduce._lacking(rows, tmp_path, "") == {"Rope": 1, "Type2": 18}
+
+
+def test_a_metric_of_a_split_that_the_data_lack_is_of_the_validation(tmp_path, monkeypatch):
+    """And a view that several columns share is scored once."""
+    asked = []
+
+    def measure(model, recipe, view):
+        asked.append(view)
+        return Scored({"nats": float(len(asked))}, reason="why")
+
+    metrics = [
+        Metric("a", "nats", view=View("test")),
+        Metric("b", "bits", view=View("test")),
+        Metric("c", "nats", view=View("validation", 2)),
+    ]
+    cell = reproduce.Cell(tmp_path, "", None, metrics, None)
+    recipe = SimpleNamespace(training=SimpleNamespace(device="cpu"))
+    monkeypatch.setattr("isopos.lab.runs.checkpoints.load_run", lambda folder: (None, torch.nn.Linear(1, 1)))
+    for splits, split in ((("validation",), "validation"), (("validation", "test"), "test")):
+        asked.clear()
+        found = reproduce._scores(cell, SimpleNamespace(splits=splits, measure=measure), recipe)
+        assert asked == [View(split), View("validation", 2)]
+        assert found == {
+            "a": {"value": 1.0, "nats": 1.0, "split": split, "reason": "why"},
+            "b": {"value": None, "nats": 1.0, "split": split, "reason": "why"},
+            "c": {"value": 2.0, "nats": 2.0, "split": "validation", "reason": "why"},
+        }

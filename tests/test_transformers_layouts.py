@@ -27,7 +27,8 @@ __all__ = ["hf"]  # the fixture
 @ALL_FAMILIES
 @torch.no_grad()
 def test_interleaved_weights_are_for_code_that_rotates_pairs_side_by_side(hf, family):
-    model, x, ids = make(hf, family), torch.randn(1, 5, HEADS * HEAD_DIM), tokens()
+    model, ids = make(hf, family), tokens()
+    x = torch.randn(1, 5, model.config.hidden_size)
     for name, weight in model.named_parameters():
         if "_norm" in name or "bias" in name:
             weight.copy_(torch.rand_like(weight) + 0.5)
@@ -41,6 +42,9 @@ def test_interleaved_weights_are_for_code_that_rotates_pairs_side_by_side(hf, fa
     old = [rho(a) for a in projected(layer, x)[:2]]
     state = convert_layout(model, to="interleaved")
     assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+    changed = {name.split(".")[-2] for name, tensor in state.items() if not tensor.equal(before[name])}
+    norms = {"q_norm", "k_norm"} if family == "Qwen3" else set()
+    assert changed == ({"query_key_value"} if family == "GPTNeoX" else {"q_proj", "k_proj"} | norms)
     model.load_state_dict(state)
     rho = isopos.rope(HEAD_DIM, rotary_dim=4 if family == "GPTNeoX" else None).encoding(isopos.sequence(5))
     q, k, _ = projected(layer, x)
@@ -50,6 +54,22 @@ def test_interleaved_weights_are_for_code_that_rotates_pairs_side_by_side(hf, fa
     assert (logits(model, ids) - expected).abs().max() > 0.1
     model.load_state_dict(convert_layout(model, to="half"))
     assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("part", [8, HEAD_DIM])
+@torch.no_grad()
+def test_the_layout_is_that_of_the_features_which_the_scheme_rotates(hf, part):
+    """Not of those which GPT-NeoX's configuration has; values stay as they are."""
+    model, x = make(hf, "GPTNeoX"), torch.randn(1, 5, HEADS * HEAD_DIM)
+    layer = model.base_model.layers[0].attention
+    patch(model, isopos.rope(HEAD_DIM, rotary_dim=part, attention="softmax"))
+    old = projected(layer, x)
+    model.load_state_dict(convert_layout(model, to="interleaved"))
+    new = projected(layer, x)
+    order = torch.cat((torch.arange(part).view(2, -1).T.flatten(), torch.arange(part, HEAD_DIM)))
+    for before, after in zip(old[:2], new[:2], strict=True):
+        close(after, before[..., order], 1e-6)
+    assert new[2].equal(old[2])
 
 
 BASES = {

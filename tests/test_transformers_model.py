@@ -154,6 +154,63 @@ def test_a_layer_of_the_cache(hf, name):
     close(model(ids, past_key_values=again).logits[:, -1], expected)
 
 
+@torch.no_grad()
+def test_what_a_call_is_given_and_gives(hf):
+    """A cache by default in evaluation alone; some tokens' logits; a loss of so many tokens; names or a tuple."""
+    model, ids = make(), tokens()
+    whole = model.decoder(ids)
+    assert model(ids).past_key_values.get_seq_length() == LENGTH
+    assert model(ids, use_cache=False).past_key_values is None
+    close(model(ids, logits_to_keep=torch.tensor([3, 0])).logits, whole[:, [3, 0]])
+    labels = ids.clone()
+    labels[:, :5] = -100
+    sums = torch.nn.functional.cross_entropy(whole[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten(), reduction="sum")
+    close(model(ids, labels=labels).loss, sums / (3 * (LENGTH - 5)), 1e-6)
+    close(model(ids, labels=labels, num_items_in_batch=7).loss, sums / 7, 1e-6)
+    mask = left(ids)
+    for kind in (torch.bool, torch.float32, torch.int32):
+        close(model(ids, attention_mask=mask.to(kind)).logits, model(ids, attention_mask=mask).logits, 1e-6)
+    assert model.train()(ids).past_key_values is None
+    assert model(ids, use_cache=True).past_key_values.get_seq_length() == LENGTH
+    model.eval().config.use_cache = False
+    assert model(ids).past_key_values is None
+    for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
+        assert model(ids, **{name: False}).logits.equal(model(ids, **{name: None}).logits)
+        with pytest.raises(ValueError, match=f"{name}: expected none, since the model keeps neither embeddings nor weights"):
+            model(ids, **{name: True})
+    cache = model(ids[:, :5], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[b 8\], of all tokens so far, got \[3, 3\]"):
+        model(ids[:, 5:8], attention_mask=torch.ones(3, 3), past_key_values=cache)
+
+
+def test_its_embeddings_are_those_of_tokens(hf):
+    for options in ({}, {"tie_word_embeddings": True}):
+        model, ids = make(**options), tokens()
+        before = model(ids).logits
+        assert model.get_input_embeddings() is model.decoder.tokens
+        assert model.get_output_embeddings() is model.decoder.head
+        model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+        assert (model.decoder.tokens.num_embeddings, model.decoder.head.out_features) == (VOCABULARY + 3,) * 2
+        assert (model.decoder.head.weight is model.decoder.tokens.weight) == bool(options)
+        assert model.config.vocab_size == VOCABULARY + 3
+        close(model(ids).logits[..., :VOCABULARY], before, 1e-6)
+    assert make(cutoffs=[10, 20]).get_output_embeddings() is None
+
+
+@pytest.mark.parametrize("name", ["rope", "t5"])
+def test_an_empty_cache_may_be_repeated_and_a_recomputing_model_evaluated(hf, name):
+    model, ids = make(name), tokens(2)
+    cache = model.empty_cache()
+    cache.batch_repeat_interleave(2)
+    close(model(ids, past_key_values=cache).logits, model.decoder(ids))
+    model.train().activation_checkpointing_enable()
+    model(ids, labels=ids)
+    assert model.decoder.recompute
+    model.eval()(ids, use_cache=False)
+    assert not model.decoder.recompute
+    assert own.from_decoder(model.decoder.train()).training
+
+
 def test_memory_of_a_stream_does_not_grow(hf):
     model = make()
     sizes = [model(tokens(1, length)).past_key_values.layers[0].state.nbytes for length in (4, 40)]

@@ -131,7 +131,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
         raise
     except Exception as error:  # whatever PyTorch raises for a damaged file
         pickled = isinstance(error, UnpicklingError)
-        damaged(path, "it holds more than tensors and plain values" if pickled else error or type(error).__name__, remedy)
+        damaged(path, "it holds more than tensors and plain values" if pickled else error, remedy)
     kinds = {"model": dict[str, torch.Tensor], "optimizer": dict, "best": list[float], "step": Literal[checkpoint.step]}
     if wrong := mismatch(state, kinds) or _not_finite(state["model"]):
         damaged(path, wrong, remedy)
@@ -195,7 +195,7 @@ def build_model(folder: Path) -> tuple[Recipe, Any]:
     try:
         return recipe, recipe.task.model(recipe)
     except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
-        damaged(folder / "recipe.json", error or type(error).__name__, REMEDY)
+        damaged(folder / "recipe.json", error, REMEDY)
 
 
 def save_weights(model: Any, folder: Path) -> None:

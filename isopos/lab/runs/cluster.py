@@ -169,4 +169,4 @@ def _call(folder: str, shared: str, version: str, threads: int, payload: bytes) 
         call, arguments = pickle.loads(payload)
         return call(*arguments)
     except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        return Failed(f"{error or type(error).__name__} (on {host})")
+        return Failed(f"{str(error) or type(error).__name__} (on {host})")

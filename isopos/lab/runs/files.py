@@ -27,7 +27,7 @@ class Damaged(ValueError):
 def damaged(path: Path | str, reason: object, remedy: str) -> NoReturn:
     """Raise `Damaged` with a message of one line."""
     reason = reason.strerror or reason if isinstance(reason, OSError) else reason
-    text = " ".join(str(reason).split())
+    text = " ".join(str(reason).split()) or type(reason).__name__
     raise Damaged(f"{path}: {text if len(text) <= 1000 else text[:1000] + '...'}; {remedy}") from None
 
 

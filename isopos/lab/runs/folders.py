@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 def run_folder(name: str) -> Path:
     """The folder runs/NAME; ValueError unless the name is a single folder."""
-    if Path(name).name != name or name in (".", ".."):
+    if Path(name).name != name or name in ("", ".", ".."):
         raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
     return Path("runs") / name
 
