@@ -7,7 +7,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from isopos.lab.reports import paper
-from isopos.lab.tables.loader import load_table, timing
+from isopos.lab.tables.loader import Cell, load_table, timing
+from isopos.lab.tasks.task import View
 
 TABLE = """
 title = "Which one?"
@@ -103,7 +104,7 @@ EXPECTED = Path(__file__).parent / "expected"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three seeds of each cell, four of Rope's; one of Ours is missing, one of Base diverged, Rope's data has no test."""
+    """Three seeds of each cell, four of Rope's; one of Ours is missing, one of Base diverged, one of Rope's has no test."""
     (tmp_path / "toy.toml").write_text(TABLE)
     table = load_table(str(tmp_path / "toy.toml"))
     corpora = {"books": "/texts/b.txt", "CoLA": "/glue/CoLA", "shapes": "hf:shapes"}
@@ -115,7 +116,9 @@ def folder(tmp_path):
         cell = tmp_path / "cells" / paper.cell_name(corpus, table.row(row).on(corpus), seed)
         cell.mkdir(parents=True)
         value = OURS[corpus][row] + NOISE[(seed + len(row)) % 3 if row != "Rope" else seed]
-        split = "validation" if (corpus, row) == ("shapes", "Rope") else "test" if corpus == "shapes" else "validation"
+        split = (
+            "validation" if (corpus, row, seed) == ("shapes", "Rope", 0) else "test" if corpus == "shapes" else "validation"
+        )
         found = {"value": value, "reason": "", "split": split}
         status = "finished"
         if (corpus, row, seed) == ("shapes", "Base", 2):
@@ -207,3 +210,57 @@ def test_a_table_to_its_last_character(folder):
         "shapes": {"Base": [0, 1], "Rope": [0, 1, 2, 3], "Decayed | rope": [0, 1, 2]},
         "elsewhere": {},
     }
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads the table with some text in place of other."""
+
+    def loaded(old="", new=""):
+        assert old in TABLE
+        (tmp_path / "toy.toml").write_text(TABLE.replace(old, new))
+        return load_table(str(tmp_path / "toy.toml"))
+
+    return loaded
+
+
+def test_another_number_of_updates_changes_nothing_else_at_one_scale_of_all_corpora(load):
+    table = load()
+    longer = table.with_steps("small", 7)
+    for corpus, same in zip(table.corpora, longer.corpora, strict=True):
+        for scale in ("original", "paper", "small", "tiny"):
+            expected = table.recipe_at(scale, corpus)
+            assert longer.recipe_at(scale, same) == (expected.edit(steps=7) if scale == "small" else expected)
+    assert table.with_steps("small", 0) is table
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('shapes = "ape-grid"', 'shapes = "ape-grid:learned"', "option=value"),
+        ('shapes = "ape-grid"', 'shape = "ape-grid"', "Rope: corpus: expected one of .*, got 'shape'"),
+        ("[corpora.absent]", '[corpora.absent]\nrecipe = "lrpe-glue"\nstart = "CoLA"', "absent: start: expected one of"),
+        ('split = "test"', 'split = "test"\nafter = 0.5', "shapes: expected after from 0 to 1, and below 1"),
+        ('split = "test"', "view = { shft = 1 }", "shft: expected none, which samples of this task do not have"),
+    ],
+)  # fmt: skip
+def test_entries_that_cannot_be_are_refused(load, old, new, message):
+    with pytest.raises(ValueError, match=message):
+        load(old, new)
+
+
+def test_columns_score_the_views_that_they_name(load):
+    table = load('split = "test"', 'split = "test"\nview = { shift = 2, height = 32 }')
+    views = {column.title: table.metric(column).view for column in table.columns}
+    plain = View("validation", 1, 0.0)
+    assert views == dict.fromkeys(views, plain) | {"shapes": View("test", 1, 0.0, own=(("shift", 2), ("height", 32)))}
+
+
+@pytest.mark.parametrize(("status", "ready"), [("finished", True), ("diverged at step 3", False), ("", False)])
+def test_a_cell_waits_for_the_end_of_the_one_that_it_starts_from(tmp_path, status, ready):
+    if status:
+        (tmp_path / "scores.json").write_text(json.dumps({"status": status, "columns": {}, "seconds": 1.0}))
+    recipe = load_table("ape-1").recipe_at("tiny")
+    assert Cell(tmp_path / "next", "", recipe, (), tmp_path).ready == ready
+    assert Cell(tmp_path / "next", "", recipe, ()).ready
+    assert paper.cell_name("books", "rope:decay=none*2+none", 3) == "books-rope+decay=nonex2+none-seed3"
