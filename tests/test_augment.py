@@ -211,6 +211,26 @@ def test_cutmix_puts_a_rectangle_of_the_other_in():
     assert pixels[0].max() == 0
 
 
+@pytest.mark.parametrize(("height", "width"), [(24, 8), (8, 24)])
+def test_rectangles_are_anywhere_in_images_that_are_not_square(height, width):
+    """Those of erasing and of CutMix reach every edge; of random sides, they cover the area that is said on average."""
+    random, reached, shares = np.random.default_rng(0), {"erase": [], "mix": []}, {"erase": [], "mix": []}
+    for _ in range(300):
+        erased = erase(np.zeros((1, height, width), np.uint8), random)[0] > 0
+        pixels = np.stack([np.full((1, height, width), n, np.uint8) for n in (0, 1)])
+        mixed = mix(pixels, np.arange(2), 2, 0.0, 3.0, random)[0][0, 0] > 0
+        for name, place in (("erase", erased), ("mix", mixed)):
+            y, x = place.any(1).nonzero()[0], place.any(0).nonzero()[0]
+            if len(y):
+                reached[name].append((y[0], height - 1 - y[-1], x[0], width - 1 - x[-1]))
+                shares[name].append(place.mean())
+    for name, sides in reached.items():
+        assert np.min(sides, 0).tolist() == [0] * 4, name
+        assert (np.median(sides, 0)[:2] > height / 10).all(), name
+    assert abs(np.mean(shares["erase"]) - (0.02 + 1 / 3) / 2) < 0.03
+    assert 0.2 < np.mean(shares["mix"]) < 0.4  # of half the area; rectangles that reach beyond an edge are cut there
+
+
 def test_both_kinds_of_mixing_take_turns_at_random_and_an_odd_one_out_stays():
     pixels = np.stack([np.full((1, 8, 8), n, np.uint8) for n in (0, 100, 200)])
     cut = 0

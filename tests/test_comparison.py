@@ -111,6 +111,8 @@ def test_the_table_renders_without_rows(tmp_path):
     found = _folder(tmp_path, {})
     assert found.rows == []
     assert found.render(80)[0].row_count == 0
+    assert [note.partition(":")[0] for note in found.notes()][1:] == ["to best"]
+    assert "to best: one seed, so no interval; --seeds 3 gives one." in found.notes()
 
 
 def test_an_interrupted_comparison_ranks_by_shared_seeds(tmp_path):

@@ -1,7 +1,9 @@
 """Images: folders and archives of them, the cache, batches, views, and what a classifier makes of them."""
 
 import base64
+import copy
 import io
+import itertools
 import json
 import pickle
 import re
@@ -15,11 +17,11 @@ import torch
 from cases import close
 from PIL import Image
 
-from isopos.lab.data import images
+from isopos.lab.data import augment, images
 from isopos.lab.data.digits import draw
 from isopos.lab.data.images import digits, read_images
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.images import Images, _moved
+from isopos.lab.tasks.images import Images, ImageSamples, _moved
 from isopos.lab.tasks.samples import _epoch
 from isopos.lab.tasks.task import View
 
@@ -357,6 +359,59 @@ def test_augmented_batches_are_functions_of_their_step_and_ranks_share_them(tmp_
         assert all(torch.equal(torch.cat(pair), one) for pair, one in zip(zip(*parts, strict=True), whole, strict=True))
 
 
+CHANGES = {  # of training images, in the order in which they are made
+    "augment": ("none", "crop", "crop-flip", "scale-flip"),
+    "policy": ("none", "autoaugment", "randaugment"),
+    "erasing": (0.0, 0.25, 1.0),
+}
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("mixing", [{}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}], ids=str)
+def test_every_combination_of_changes_is_one_after_the_other_for_each_image_by_itself(tmp_path, margin, mixing):
+    """Of a generator of each (seed, step, row): moves, a flip, a crop, a policy, an edge, noise; pairs are mixed last."""
+    pictures = read_images(bars(tmp_path / "bars", 12, 16))
+    for changes in itertools.product(*CHANGES.values()):
+        settings = dict(zip(CHANGES, changes, strict=True))
+        task = Images(repeats=2, margin=margin, **settings, **mixing)
+        recipe, data = Recipe(task=task, seed=5), ImageSamples(task, pictures)
+        rows, expected = np.array([1, 7, 3, len(data.sizes["train"]) + 3]), []
+        chosen = data.pictures.splits["train"][rows % len(data.sizes["train"])]
+        for row, pixels in zip(rows.tolist(), data.pictures.pixels[chosen], strict=True):
+            random = np.random.default_rng((5, 9, row))
+            drawn, image = random.random(3), Image.fromarray(pixels[0])
+            crops, flips = settings["augment"].startswith("crop"), settings["augment"].endswith("flip")
+            moves = np.floor(drawn[:2] * 5).astype(int) - 2 if crops else np.zeros(2, int)
+            image = augment.random_crop(image, random) if settings["augment"] == "scale-flip" else image
+            image = augment.POLICIES.get(settings["policy"], lambda image, random: image)(image, random)
+            one = _moved(np.asarray(image)[None, None], moves[None], np.array([flips and drawn[2] < 0.5]), margin)[0]
+            if settings["erasing"] and random.random() < settings["erasing"]:
+                one = augment.erase(one, random)
+            expected.append(one)
+        expected, answers = np.stack(expected), data.pictures.labels[chosen]
+        if mixing:
+            random, shares = np.random.default_rng((5, 9, 0, 1)), (mixing.get("mixup", 0.0), mixing.get("cutmix", 0.0))
+            expected, answers = augment.mix(expected, answers, 2, *shares, random)
+        pixels, found = data.tensors("train", rows, recipe, 9)
+        assert np.array_equal(pixels, expected), settings
+        assert np.array_equal(found, answers), settings
+
+
+def test_pairs_are_whole_in_every_part_of_a_batch(tmp_path):
+    recipe, _ = ready(tmp_path, mixup=0.5, batch=8)
+    for parts in (
+        {"accumulate": 8},
+        {"devices": 8},
+        {"nodes": 8},
+        {"accumulate": 4, "devices": 2},
+        {"devices": 2, "nodes": 4},
+    ):
+        with pytest.raises(ValueError, match=r"^batch: expected pairs to mix, .* devices \* nodes = 16, got 8$"):
+            recipe.task.check(recipe.edit(**parts))
+    for parts in ({"accumulate": 4}, {"devices": 4}, {"nodes": 4}, {"devices": 2, "nodes": 2}):
+        recipe.task.check(recipe.edit(**parts))
+
+
 def test_augmented_images_are_those_of_the_data_moved_or_flipped(tmp_path):
     recipe, data = ready(tmp_path, side=16, augment="crop-flip")
     rows, found = np.arange(8), set()
@@ -442,6 +497,13 @@ def test_changes_that_cannot_be_are_refused_before_any_image_is_read(wrong, mess
         recipe.check() or recipe.task.check(recipe)
 
 
+def replaced(data, shift):
+    """The data with images moved by so much when they are scored."""
+    other = copy.copy(data)
+    other.shift = shift
+    return other
+
+
 def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):
     recipe, data = ready(tmp_path)
     model = recipe.task.model(recipe).double()
@@ -454,6 +516,9 @@ def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):
         scored = data.measure(model, recipe, View(own=(("shift", shift),))).figures
         close(torch.tensor(scored["nats"], dtype=torch.float64), expected)
         assert scored["images"] == 4
+        for n in range(4):
+            alone, _ = replaced(data, shift).tensors("validation", np.array([n]), recipe)
+            assert torch.equal(alone[0], moved[n]), "by its number, not its place in a batch"
     assert data.measure(model, recipe, View(limit=2)).figures["images"] == 2
     assert data.measure(model, recipe, View(split="test")).reason.startswith("split: expected one of validation")
 

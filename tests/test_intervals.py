@@ -32,6 +32,12 @@ def test_intervals_of_known_figures():
     degrees = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 8)
     found = Difference.unpaired((5.0, 1.0, 3), (3.0, 2.0, 9))
     assert (found.seeds, found.half) == (3, pytest.approx(student(degrees) * sum(parts) ** 0.5, rel=1e-9))
+    for one, other in ((5, 3), (3, 5), (2, 9), (9, 2)):
+        found = Difference.unpaired((5.0, 1.0, one), (3.0, 2.0, other), 4)
+        assert (found.seeds, found.pairs, found.is_paired) == (min(one, other), 4, False)
+        if min(one, other) >= 3:
+            assert found.half > Difference.unpaired((5.0, 1.0, one), (3.0, 2.0, other)).half
+            assert found.summary == "95% interval for 4 pairs at once, unpaired, 3 seeds: no difference shown"
 
 
 def test_a_picked_pair_shares_the_5_percent_with_all_others():

@@ -137,3 +137,29 @@ def test_tokens_outside_the_grid_are_left_out():
 def test_an_embedding_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"model_dim: expected .* 16"):
         next(panels(isopos.sinusoidal(8, 2, model_dim=32)))
+
+
+@each("spec", ["ape_product:parts=tree2+sequence", "ape_product:parts=sequence+tree1+ring4"])
+def test_a_panel_is_its_part_of_the_scores_of_the_whole_group(spec):
+    """Every panel beside scores at whole positions, of which the other columns are those of the origin."""
+    name, _, parts = spec.partition(":parts=")
+    scheme = getattr(isopos, name)(8, 2, parts=parts)
+    first = 0
+    for panel, group in zip(panels(scheme, reach=3), scheme.group.parts, strict=True):
+        x = scheme.group.origin(len(panel.position)).clone()
+        x[:, first : first + group.columns] = panel.position.to(x.dtype)
+        torch.testing.assert_close(panel.score, scores(scheme, x))
+        first += group.columns
+    assert first == scheme.group.columns
+
+
+@each("attention", ["linear", "softmax"])
+@each("name", [name for name in CATALOG if REGISTRY[name](8, 2).phases])
+def test_scores_of_content_dependent_positions_mirror_earlier_keys(name, attention):
+    try:
+        scheme = REGISTRY[name](8, 2, attention=attention)
+    except ValueError:
+        pytest.skip("softmax only")
+    score = scores(scheme, isopos.sequence(6))
+    torch.testing.assert_close(score, score.mT, rtol=0, atol=0)
+    assert score.abs().max() < 100  # not the logarithm of a weight of 0, of a key that is not seen

@@ -309,6 +309,46 @@ def test_pairs_share_their_room(tmp_path):
     assert scored.figures["texts"] == 2
 
 
+def shortened(first, second, room, tie):
+    """Lengths of two texts after the longer one has lost one token at a time, until both fit; of equal ones, that number."""
+    both = [first, second]
+    while sum(both) > room:
+        both[tie if both[0] == both[1] else int(both[1] > both[0])] -= 1
+    return both
+
+
+LENGTHS = [(a, b) for a in (1, 5, 7, 8, 9, 30) for b in (1, 6, 8, 9, 31)]
+
+
+@pytest.mark.parametrize("longest", [16, 17])
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.mark.parametrize("pairs", ["joined", "towers"])
+def test_pairs_are_cut_as_their_pooling_and_their_towers_need(tmp_path, pairs, pooling, longest):
+    """Kept tokens, sizes, the number of cut samples and the batch: by the definition, for every combination."""
+    rows = [("a" * a, "b" * b, str(n % 2)) for n, (a, b) in enumerate(LENGTHS)]
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text(as_json(rows, ("text", "other")))
+    recipe, data = ready(tmp_path, pair="other", pairs=pairs, pooling=pooling, longest=longest)
+    first = pooling == "first"
+    tokens, positions, mask, labels = data.tensors("train", np.arange(len(rows)), recipe)
+    towers = [[min(n, longest - first) for n in both] for both in LENGTHS]
+    kept = towers if pairs == "towers" else [shortened(*both, longest - first - 1, 1) for both in LENGTHS]
+    assert [[*both] for both in data.kept["train"]] == kept
+    sizes = [max(both) if pairs == "towers" else sum(both) + 1 for both in kept]
+    assert data.sizes["train"].tolist() == [size + first for size in sizes]
+    assert (
+        f", {sum([*a] != b for a, b in zip(LENGTHS, kept, strict=True)) * 2} of them cut at {longest} tokens" in data.summary
+    )
+    assert len(positions) == tokens.shape[-1] == max(sizes) + first <= longest
+    start, between = [257] * first, [256]
+    for (a, b), row, real in zip(kept, tokens, mask, strict=True):
+        texts_of = ([97] * a, [98] * b)
+        joined = [start + one for one in texts_of] if pairs == "towers" else start + texts_of[0] + between + texts_of[1]
+        parts = [one[own].tolist() for one, own in zip(row, real, strict=True)] if pairs == "towers" else row[real].tolist()
+        assert parts == joined
+    assert labels.tolist() == [n % 2 for n in range(len(rows))]
+
+
 def test_towers_see_each_text_by_itself_and_padding_is_nothing():
     torch.manual_seed(0)
     model = PairClassifier(20, 3, 16, 1, build("rope", 8, 2)).double()

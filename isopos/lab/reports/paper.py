@@ -386,7 +386,7 @@ def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, An
 
 def _early_order(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any]) -> Iterator[str]:
     """Rank correlation between the order after a tenth of the updates and the final order."""
-    for corpus in _trained_from_scratch(table, about) if about["scale"] != "tiny" else ():
+    for corpus in () if table.timed or about["scale"] == "tiny" else _trained_from_scratch(table, about):
         curves = {row.name: curve for row in rows if (curve := _mean_curve(row, corpus))}
         steps = sorted(set.intersection(*map(set, curves.values()))) if len(curves) >= FEW else []
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
