@@ -62,7 +62,7 @@ def versions(session: nox.Session, torch: str) -> None:
         try:
             session.install(*index, *(f"{name}=={version}" for name, version in pins.items()), "-e", ".[lab,dev]")
         except nox.command.CommandFailed:
-            session.skip(f"there is no torch {torch} for this Python, or it cannot be installed")
+            session.error(f"torch {torch} and what the tests need cannot be installed for this Python; pip says why above")
         ask = "import platform, torch; print(platform.python_version(), torch.__version__.split('+')[0], sep=' | ')"
         found = session.run("python", "-c", ask, silent=True)
         report = Path(session.create_tmp()) / "tests.xml"
