@@ -139,8 +139,8 @@ class OddEven(Basis):
         self.features = features
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        place = torch.arange(self.features, device=device)
-        index = narrow_index(place // 2 + place % 2 * ((self.features + 1) // 2), self.features)
+        i = torch.arange(self.features, device=device)
+        index = narrow_index(i // 2 + i % 2 * ((self.features + 1) // 2), self.features)
         return Gather(index[None, None], constant=True, halves=True)
 
 

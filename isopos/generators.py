@@ -122,8 +122,8 @@ class RankTwo(Encoding):
         Group Representational Position Encoding (Zhang et al. 2025), multiplicative GRAPE. https://arxiv.org/abs/2512.07805
 
     Examples:
-        >>> turned = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
-        >>> turned(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
+        >>> rho = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
+        >>> rho(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
         [[[1.0, 0.0, 2.0]]]
     """
 
@@ -144,7 +144,7 @@ class RankTwo(Encoding):
     def refusal(self, rule: Extension) -> str:
         if not rule.by_series:
             return ""
-        return f"expected linear, llama3 or longrope for a plane by itself, got {rule.name}, which goes by all of a head"
+        return f"expected linear, llama3 or longrope for a single plane, got {rule.name}, which needs all planes of a head"
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)

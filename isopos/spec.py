@@ -17,7 +17,7 @@ from isopos.catalog import CATALOG
 
 __all__ = ["Piece", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
 
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Piece:
     def split(self, sign: str) -> "list[Piece]":
         """The pieces between signs, including empty ones."""
         ends = [self.start - 1, *(n for n in range(self.start, self.stop) if self.whole[n] == sign), self.stop]
-        return [self.part(left + 1, right) for left, right in itertools.pairwise(ends)]
+        return [self.part(start + 1, stop) for start, stop in itertools.pairwise(ends)]
 
     def cut(self, sign: str) -> "tuple[Piece, Piece | None]":
         """The pieces before and after the first sign; the second is None if there is no sign."""
@@ -84,7 +84,7 @@ class Piece:
             raise self.wrong(expected) from None
 
     def wrong(self, expected: str) -> ValueError:
-        """An error that says what was expected, what the piece is, and where."""
+        """An error with the expected form, the piece, and its position."""
         where = "" if self.text == self.whole.strip() else f" at character {self.start + 1} of {self.whole!r}"
         return ValueError(f"{self.what}: expected {expected}, got {self.text!r}{where}")
 
@@ -111,7 +111,7 @@ def parse_schemes(text: str) -> list[str]:
         else:
             specs.append(piece.text)
     if not specs:
-        raise ValueError("schemes: expected at least one name, got none; isopos list shows them")
+        raise ValueError("schemes: expected at least one name, got none; isopos list prints them")
     return specs
 
 
@@ -141,7 +141,7 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
     for layer in joined:
         *schemes, count = layer.split("*")
         if schemes:
-            number = count.whole_number(f"a number of layers after *, at most {MOST_LAYERS:,}", 1, MOST_LAYERS)
+            number = count.whole_number(f"a number of layers after *, at most {MAX_LAYERS:,}", 1, MAX_LAYERS)
             counted.append((layer.part(layer.start, schemes[-1].stop), number))
         else:
             counted.append((layer, 1))
