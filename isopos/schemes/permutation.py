@@ -46,7 +46,7 @@ def permuteformer(
     expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
     if matrix != "permutation" and (orders, length) != ("random", None):
         name = "orders" if length is None else "length"
-        raise ValueError(f"{name}: expected none beside matrix={matrix!r}, which has no orders")
+        raise ValueError(f"{name}: expected none with matrix={matrix!r}, which has no orders")
     features = head_dim * at_least("width", width)
     defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
     encoding: Encoding = encodings.Identity(features)
