@@ -11,7 +11,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.cluster import Failed, Job, spread
 
-VISIBLE = 60.0  # seconds until what another machine wrote is seen here, on a network's file system
+VISIBLE_SECONDS = 60.0  # until this machine sees files of other machines on a network file system
 
 
 def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, console: Console) -> bool:
@@ -35,7 +35,7 @@ def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, consol
                 continue
             if not outcome and not _appears(job.output):
                 failed = True
-                outcome = f"{job.output} is not seen here: machines of a cluster need the folder at the same path"
+                outcome = f"{job.output} does not exist here: machines of a cluster need the folder at the same path"
             grids.say(bars.progress.console, f"{job.name}: {outcome or 'done'}")
             done += job.steps
             show(done)
@@ -43,7 +43,7 @@ def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, consol
 
 
 def _appears(path: Path) -> bool:
-    end = time.monotonic() + VISIBLE
+    end = time.monotonic() + VISIBLE_SECONDS
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
     return path.exists()
