@@ -388,7 +388,7 @@ def test_an_interrupted_table_leaves_checkpoints_and_goes_on(toys, tmp_path, add
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, out
-    assert "the same command goes on" in out
+    assert "the same command continues" in out
     begun = [path.parent for path in folder.glob("cells/*/recipe.json")]
     assert begun
     steps = {cell: checkpoints.newest(cell).step for cell in begun if checkpoints.newest(cell)}

@@ -325,7 +325,7 @@ def test_the_report_of_a_comparison_that_was_killed(isopos, tmp_path):
     assert {"kernel-none", "curve-rope-seed0"} <= set(found.ids)
 
 
-@pytest.mark.parametrize(("folder", "said"), [("runs", "it holds runs/one"), ("nowhere", "isopos compare makes some")])
+@pytest.mark.parametrize(("folder", "said"), [("runs", "it holds runs/one"), ("nowhere", "isopos compare writes some")])
 def test_a_report_needs_a_comparison(isopos, tmp_path, folder, said):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "comparison.json").write_text("{}")

@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused():
     basis = encodings.InBasis(schemes.rope(8).encoding, OddEven(8))
     with pytest.raises(ValueError, match="scheme: expected no content-dependent phases"):
         absorb(Scheme(basis, 2, attention="softmax", decay="forget"), torch.nn.Linear(16, 16))
-    with pytest.raises(ValueError, match="decay: expected 'none' beside clipped keys"):
+    with pytest.raises(ValueError, match="decay: expected 'none' with clipped keys"):
         schemes.horn_clipped(8, 2, decay="forget")
     with pytest.raises(ValueError, match="head size: expected an even number"):
         schemes.selective(7, 2)

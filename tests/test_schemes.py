@@ -365,7 +365,7 @@ def test_clipped_terms_take_no_decay_in_linear_attention():
 
 @each("name", SOFTMAX_ONLY)
 def test_terms_of_logits_do_not_factor(name):
-    with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds to logits"):
+    with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds a term"):
         schemes.REGISTRY[name](8, 2, attention="linear")
 
 

@@ -506,7 +506,7 @@ def test_after_a_signal_the_same_command_goes_on(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number), out
     if number == signal.SIGINT:
-        assert "the same command goes on" in out
+        assert "the same command continues" in out
         assert "Missing: " in out
     again = _start(tmp_path, *rows)
     out, _ = again.communicate(timeout=120)
