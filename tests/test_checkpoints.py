@@ -230,9 +230,7 @@ def test_a_default_of_the_scheme_that_changed_is_told_from_damage(tmp_path):
     model = torch.nn.Module()
     model.scheme = torch.nn.Linear(2, 2)
     checkpoints.save_weights(_layers(), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"if a default of its scheme has changed, name the option in recipe\.json, or"
-    ):
+    with pytest.raises(ValueError, match=r"if a default of its scheme has changed, name the option in recipe\.json, or"):
         checkpoints.read_weights(model, tmp_path / checkpoints.WEIGHTS)
 
 

@@ -223,7 +223,9 @@ def test_rows_of_a_run_that_ended(tmp_path):
         if known:
             assert Result.read(run).status == status
         else:
-            with pytest.raises(ValueError, match="status: expected finished or diverged, got 'ended'; remove it; isopos train"):
+            with pytest.raises(
+                ValueError, match="status: expected finished or diverged, got 'ended'; remove it; isopos train"
+            ):
                 Result.read(run)
     (run / "data.json").write_text('{"name": "a", "sha256": ""}')
     with pytest.raises(
