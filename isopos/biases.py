@@ -238,7 +238,7 @@ class Fire(RelativeBias):
 
     References:
         Functional Interpolation for Relative Positions Improves Long Context Transformers (Li et al. 2024), FIRE with the
-        transform log and the threshold. Initial c, width and L are those of the listing in its appendix.
+        transform log and the threshold. Initial c, width and L are from the listing in its appendix.
         https://arxiv.org/abs/2310.04418
     """
 

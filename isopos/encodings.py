@@ -480,7 +480,7 @@ class Partial(Encoding):
 
     Args:
         encoding: Acts on its number of features.
-        features: d, at least as many.
+        features: d, at least the encoding's number of features.
     """
 
     def __init__(self, encoding: Encoding, features: int):

@@ -70,7 +70,7 @@ def _elu1(x: Tensor) -> Tensor:
         >>> elu1(torch.tensor([-1.0, 0.0, 2.0])).tolist()
         [0.3678..., 1.0, 3.0]
     """
-    return x.masked_fill(x > 0, 0).exp() + x.relu()  # the derivative at 0 is 1; that of clamp_max is 0 from torch 2.15 on
+    return x.masked_fill(x > 0, 0).exp() + x.relu()  # has the derivative 1 at 0; clamp_max has 0 from torch 2.15 on
 
 
 def _write_elu1(x: Tensor, out: Tensor, scratch: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Encodings by skew generators of special form, whose exponentials cost less than those of dense d x d matrices.
+"""Encodings by skew generators of special form, with cheaper exponentials than dense d x d matrices.
 
 Commuting skew matrices rotate the same planes, so the exponential of their sum over the axes of a grid is one rotation in
 one basis: rho(x) = exp(sum_c x_c L_c) = P^T R(<w, x>) P.

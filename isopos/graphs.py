@@ -77,7 +77,7 @@ def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
     if hasattr(source, "nodes") and hasattr(source, "adjacency"):  # networkx
         rows = {node: row for row, node in enumerate(source.nodes())}
         if nodes not in (None, len(rows)):
-            raise ValueError(f"nodes: expected {len(rows)}, as many as the graph has, got {nodes}")
+            raise ValueError(f"nodes: expected {len(rows)}, the number of nodes of the graph, got {nodes}")
         pairs, nodes = torch.tensor([[rows[a], rows[b]] for a, b in source.edges()], dtype=torch.int64), len(rows)
     elif isinstance(source, str | Path):
         pairs = edges(source)

@@ -267,7 +267,7 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
 def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the index of each speed, and the number of speeds.
 
-    For a geometric series indices are those of the pairs; otherwise they are positions on a logarithmic scale. Pairs with
+    For a geometric series an index is the number of the pair; otherwise it is a position on a logarithmic scale. Pairs with
     zero speed have the index of the slowest other pair.
     """
     slowest = speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)

@@ -148,7 +148,7 @@ class TokenMap(ABC):
 
     @property
     def leading(self) -> torch.Size:
-        """Axes ``[*b h]`` of the map, which broadcast to those of its input."""
+        """Axes ``[*b h]`` of the map, which broadcast to the input's axes."""
         values = ((dims, getattr(self, name)) for name, dims in self._tensors)
         shapes = [dims.leading(value) for dims, value in values if isinstance(value, Tensor)]
         return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)

@@ -1,7 +1,7 @@
 """Groups of positions, and the tensors that hold their elements.
 
 A position is one row of an integer tensor ``[*b t c]`` with c coordinates: one for a line or a ring, two for a tree (the row
-of the node's parent and the branch taken there), and for a product those of all parts, concatenated. Batch axes give each
+of the node's parent and the branch taken there), and for a product the coordinates of all parts. Batch axes give each
 sample its own positions; for decoding and cross-attention an encoding is evaluated at another tensor.
 """
 
@@ -70,7 +70,7 @@ class Group(ABC):
         """The products x_i y_i of two tensors of elements ``[*b t c]``; a single row is combined with all rows of the other.
 
         The last t rows are the products; for trees, rows of their prefixes precede them. Operands may also contain such
-        rows, so trees are paired from the last row on, as many rows as the shorter operand has.
+        rows, so trees are paired from the last row back, up to the length of the shorter operand.
         """
 
     @abstractmethod

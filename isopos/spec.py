@@ -1,7 +1,7 @@
 """The grammar of schemes and options as text, with one parser. Errors name the position of the wrong character.
 
     scheme   name, or name:option=value,option=value
-    layers   scheme+scheme*3: each for one layer, or for as many as the number after *; the pattern repeats
+    layers   scheme+scheme*3: each for one layer, or for the number of layers after *; the pattern repeats
     schemes  layers,layers; a piece with "=" but without ":" is another option of the scheme before it
     sum      part+part: an option with several values, such as ring4+tree2 or 1+1.2+2.5
     entry    NAME=VALUE
@@ -116,7 +116,7 @@ def parse_schemes(text: str) -> list[str]:
 
 
 def of_layers(spec: str) -> list[str]:
-    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as the number after *.
+    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for the number of layers after *.
 
     A + is part of an option's value if no name of a scheme follows it.
 

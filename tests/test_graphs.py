@@ -100,7 +100,7 @@ def test_a_graph_of_networkx_is_read():
         found.add_edges_from((names[a], names[b]) for a, b in RANDOM.tolist())
         assert torch.equal(graph(found, 4), graph(RANDOM, 4))
     assert torch.equal(graph(networkx.path_graph(5), 2), graph([[i, i + 1] for i in range(4)], 2))
-    with pytest.raises(ValueError, match="nodes: expected 5, as many as the graph has, got 6"):
+    with pytest.raises(ValueError, match="nodes: expected 5, the number of nodes of the graph, got 6"):
         graph(networkx.path_graph(5), nodes=6)
     with pytest.raises(ValueError, match="expected a connected one, got 1 of 3 nodes"):
         graph(networkx.Graph({0: [1], 2: []}))

@@ -67,7 +67,7 @@ class Row:
 
     section: str
     workload: str
-    baseline: str = ""  # what it is compared with
+    baseline: str = ""  # the workload compared with
     goal: Goal | None = None
     ours_seconds: Sequence[float] = field(default_factory=list, repr=False)
     baseline_seconds: Sequence[float] = field(default_factory=list, repr=False)

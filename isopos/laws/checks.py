@@ -277,7 +277,7 @@ def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *featur
 
 @torch.no_grad()
 def _width(probe: _Probe) -> Finding:
-    """Compare the declared numbers of features with those of the maps."""
+    """Compare the declared numbers of features with the maps' numbers."""
     coupling = probe.coupling
     declared = actual = (coupling.features, coupling.out_features)
     for rho, content in ((coupling.query(probe.x, torch.float64), probe.q), (coupling.key(probe.y, torch.float64), probe.k)):

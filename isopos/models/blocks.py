@@ -206,7 +206,7 @@ class Trunk(nn.Module, ABC):
         depths = zip(each, depth_rates(stochastic_depth, layers), strict=True)
         blocks = (Block(model_dim, one, stochastic_depth=depth, **options) for one, depth in depths)
         self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
-        self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
+        self.register_module("head", None)  # so that a head's parameters precede the scheme's, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute
 
     @abstractmethod

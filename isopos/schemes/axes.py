@@ -67,8 +67,8 @@ def rope_mixed(
 ) -> Scheme:
     """Rotation of feature pairs by learned frequencies over all axes.
 
-    Each pair of each head rotates by <w, x> with a learned vector w, so that diagonals count, too. Initial frequencies are
-    those of `rope_axial`, rotated as a whole by one random rotation per head. Coordinates may be real numbers.
+    Each pair of each head rotates by <w, x> with a learned vector w, so that diagonals count, too. Initial frequencies
+    are `rope_axial`'s, rotated by one random rotation per head. Coordinates may be real numbers.
 
     Args:
         head_dim: d, even, at least 2 for each axis.

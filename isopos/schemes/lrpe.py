@@ -46,7 +46,7 @@ def lrpe_unitary(
     scores are real parts. With a real P they are sums of cosines, score(i, j) = score(j, i), so without `causal` a model
     cannot distinguish left from right; with the complex basis "dft" it can. With `complex`, the d features are d/2 complex
     ones, pairs (2i, 2i+1) as in rope; queries, keys and denominator are complex, the output is the real part (Eq. 38), and
-    scores are those of rope in the basis P.
+    scores equal rope's in the basis P.
 
     Args:
         head_dim: d; even if complex.

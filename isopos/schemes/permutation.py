@@ -33,8 +33,8 @@ def permuteformer(
 
     Features are ReLU and the decay is r in [0.88, 0.99] (Eq. 11). The paper has r = 1 in bidirectional models:
     ``decay="none"``. The authors' code has r = sigmoid(2 + 3 h / H) for head h, ``decay="permuteformer-released"``, and no
-    denominator. `scheme.encoding.orders` is the number of positions that each head distinguishes, `common_order` that of all
-    heads together.
+    denominator. `scheme.encoding.orders` are the numbers of positions that single heads distinguish, `common_order` is the
+    number that all heads together distinguish.
 
     Args:
         width: Queries and keys have width * d features, by wider projections; 4 in the paper (section 4.1).

@@ -66,7 +66,7 @@ def p_rope(
     """Rotation of feature pairs, except the slowest ones.
 
     The slowest frequencies of rope are set to zero, so that their features carry content alone. Partial rotary
-    (``rope(..., rotary_dim=...)``) instead spreads all of rope's frequencies over as many pairs.
+    (``rope(..., rotary_dim=...)``) instead spreads all of rope's frequencies over the same number of pairs.
 
     Args:
         p: Fraction of pairs that rotate, above 0 and up to 1, which is rope. At least one pair, int(p d / 2), must rotate.
@@ -95,7 +95,7 @@ def retnet(
 ) -> Scheme:
     """Rotation of feature pairs, and RetNet's decay per head.
 
-    The decay is gamma = 1 - 2^(-5-h). Feature map and denominator default to those of rope, so that the two schemes differ
+    The decay is gamma = 1 - 2^(-5-h). Feature map and denominator have rope's defaults, so that the two schemes differ
     in the decay alone. TransNormerLLM's LRPE-d belongs to this family. RetNet's swish gate is part of its layer, and
     `isopos.models` do not have it; the norm of heads is a layer norm in `Attention` and an RMS norm in the authors' code.
 

@@ -370,7 +370,7 @@ def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
 
 
 def threads(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half as many."""
+    """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half the number."""
     shape, before = Shape(2048).limited(most), torch.get_num_threads()
     inputs = _inputs("attention", shape, BOTH)
     workload = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))

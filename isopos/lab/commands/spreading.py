@@ -17,7 +17,7 @@ VISIBLE_SECONDS = 60.0  # until this machine sees files of other machines on a n
 def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, console: Console) -> bool:
     """Run jobs on the cluster at an address and print their outcomes; return whether all succeeded.
 
-    Each job has as many threads as PyTorch has in this process, so that it computes the same numbers as a run here.
+    Each job has PyTorch's number of threads in this process, so that its results equal those of a run here.
     """
     import torch
 

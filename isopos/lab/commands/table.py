@@ -166,7 +166,7 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
 
 
 def _sources(table: PaperTable, options: Options) -> dict[str, str]:
-    """The source of each corpus to run: all that are freely available, or those of --data."""
+    """The source of each corpus to run: all freely available corpora, or the corpora in --data."""
     names = [corpus.name for corpus in table.corpora]
     if not names and not options.data:
         return {"": ""}

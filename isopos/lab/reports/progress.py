@@ -17,7 +17,7 @@ class Bars:
     """Progress bars, or lines, on a console within the context.
 
     Args:
-        console: Where to print.
+        console: The console.
         total: Steps of all runs, to show one bar for all that vanishes at the end; by default each run has a bar.
 
     Examples:

@@ -81,7 +81,7 @@ class PaperTable:
     """A table of a paper."""
 
     name: str  # of the file
-    title: str  # what it compares
+    title: str  # subject of the comparison
     citation: str  # paper, table or section
     baseline: str  # the row whose final loss others should reach, and whose speed is 1
     recipe: str  # name of the paper's recipe, changed by `edits`
