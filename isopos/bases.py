@@ -203,8 +203,8 @@ class ComplexFourier(_Fixed):
 class Spectrum(_Fixed):
     """The unitary discrete Fourier transform of real features into an equal number of complex ones.
 
-    Each complex feature is a pair (real, imaginary). This is a complex P of LRPE's Eq. 22 for real vectors, as in the paper's listing; phases of its features distinguish
-    directions.
+    Each complex feature is a pair (real, imaginary). This is a complex P of LRPE's Eq. 22 for real vectors, as in the
+    paper's listing; phases of its features distinguish directions.
 
     Args:
         features: d; it returns 2 d.

@@ -43,7 +43,7 @@ ARGUMENTS = {
     "realizations": "Features of queries and keys; d by default.",
     "seed": "Seed of random initial values.",
     "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
-    "\n        in the paper's listing, where length is the length of each input; here it is fixed: a prefix keeps its outputs.",
+    "\n        in the paper's listing, where length is each input's; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
 }  # descriptions of common options, unless a scheme's docstring describes them
 
