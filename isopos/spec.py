@@ -160,11 +160,11 @@ def map_spec(spec: str, change: Callable[[str], str]) -> str:
     """Apply a function to each scheme of a pattern.
 
     Examples:
-        >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
+        >>> map_spec("rope*3+none", lambda scheme: scheme + ":attention=softmax")
         'rope:attention=softmax*3+none:attention=softmax'
     """
-    runs = [(one, len([*same])) for one, same in itertools.groupby(of_layers(spec))]
-    return "+".join(change(one) + f"*{count}" * (count > 1) for one, count in runs)
+    runs = [(scheme, len([*same])) for scheme, same in itertools.groupby(of_layers(spec))]
+    return "+".join(change(scheme) + f"*{count}" * (count > 1) for scheme, count in runs)
 
 
 def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:

@@ -51,7 +51,7 @@ def here(monkeypatch):
     def stream(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
-            arguments |= {"rounds": 2, "most": SMALL}
+            arguments |= {"rounds": 2, "longest": SMALL}
         for found in processes.FUNCTIONS[function](**arguments):
             yield json.loads(json.dumps(found))
 
@@ -523,7 +523,7 @@ def test_accuracy_alone(here):
 @pytest.mark.slow
 def test_a_process_of_its_own():
     assert processes.call("peak", spec="none", shape=races.Shape(1024)) > 1  # more than what warming up took
-    first = next(rows := processes.stream("section", name="growth", rounds=1, most=128))
+    first = next(rows := processes.stream("section", name="growth", rounds=1, longest=128))
     assert Row.from_json(first).raced
     rows.close()
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):

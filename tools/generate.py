@@ -68,7 +68,9 @@ def _stub() -> Iterator[str]:
 
 
 def _options() -> str:
-    rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in values), OPTIONS[name]) for name, values in choices_of().items()]
+    rows = [
+        (f"`{name}`", ", ".join(f"`{value}`" for value in values), OPTIONS[name]) for name, values in choices_of().items()
+    ]
     return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
 
 

@@ -121,12 +121,14 @@ def read(path: Path) -> ResultTable:
         source=lines[2].rsplit(", at the scale", 1)[0],
         baseline=table.baseline,
         better=better,
-        opposite=[one.title for one in table.columns if one.title in ours and table.metric(one).better != better],
+        opposite=[
+            column.title for column in table.columns if column.title in ours and table.metric(column).better != better
+        ],
         paper={title: {row: mean for row, (mean, _) in _figures(rows, n).items()} for title, n in paper.items()},
         ours={title: _figures(rows, n) for title, n in ours.items()},
         reference=next((line.removeprefix(f"{PAIRED} ") for line in lines if line.startswith(PAIRED)), ""),
         distances={title: _figures(second[0][1:], n) for title, n in distances.items()},
-        missing_seeds={one.title: _missing_seeds(notes, one.title, one.corpus) for one in table.columns},
+        missing_seeds={column.title: _missing_seeds(notes, column.title, column.corpus) for column in table.columns},
         by_seed={
             title: {row: {seed: factors[title] * x for seed, x in seeds.items()} for row, seeds in by_row.items()}
             for title, by_row in by_seed.items()

@@ -204,7 +204,7 @@ class Trunk(nn.Module, ABC):
         self.tokens = tokens if isinstance(tokens, nn.Module) else embedding(tokens, model_dim)
         each = scheme.each if isinstance(scheme, PerLayer) else (scheme,) * layers
         depths = zip(each, depth_rates(stochastic_depth, layers), strict=True)
-        blocks = (Block(model_dim, one, stochastic_depth=depth, **options) for one, depth in depths)
+        blocks = (Block(model_dim, part, stochastic_depth=depth, **options) for part, depth in depths)
         self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
         self.register_module("head", None)  # so that a head's parameters precede the scheme's, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute

@@ -77,7 +77,7 @@ class Seq2Seq(Trunk):
         if options.get("norm") == "batch":
             raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
         super().__init__(sources, model_dim, layers, scheme, **options)
-        if any(one.attention == "linear" and one.decay is not None for one in self.schemes):
+        if any(part.attention == "linear" and part.decay is not None for part in self.schemes):
             raise ValueError(
                 "decay: expected 'none' for linear cross-attention, whose queries and keys have no common order, got a "
                 "decay; softmax attention supports it"
@@ -85,12 +85,12 @@ class Seq2Seq(Trunk):
         block: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
         depths = zip(self.schemes, depth_rates(options.get("stochastic_depth", 0.0), layers), strict=True)
         self.targets = self.tokens if tied else embedding(targets, model_dim)
-        self.decoder = nn.ModuleList(Block(model_dim, one, cross=True, stochastic_depth=d, **block) for one, d in depths)
+        self.decoder = nn.ModuleList(Block(model_dim, part, cross=True, stochastic_depth=d, **block) for part, d in depths)
         self.last_norm = NORMS["layer"](model_dim)
         self.head = nn.Linear(model_dim, targets, bias=not tied)
         if tied:
             self.head.weight = self.tokens.weight
-        windows = options.get("window") is not None and any(one.attention == "linear" for one in self.schemes)
+        windows = options.get("window") is not None and any(part.attention == "linear" for part in self.schemes)
         self.streams = not self.scheme.outside and not windows  # whether decoding keeps states
 
     @renamed_argument("places", "target_positions")

@@ -149,11 +149,11 @@ def _in_basis(encoding: Encoding, basis: str, heads: int, learned: bool, seed: i
         return encoding
     width = encoding.features // 2 if pairs else encoding.features
     if basis == "householder":
-        made: bases.Basis = bases.Householder(normal(seed, heads, width), learned=learned)
+        basis_map: bases.Basis = bases.Householder(normal(seed, heads, width), learned=learned)
     elif basis == "odd-even":
-        made = bases.OddEven(width)
+        basis_map = bases.OddEven(width)
     elif pairs:
         return encodings.InBasis(encoding, bases.ComplexFourier(encoding.features))
     else:
-        made = bases.Fourier(width)
-    return encodings.InBasis(encoding, bases.Pairs(made) if pairs else made)
+        basis_map = bases.Fourier(width)
+    return encodings.InBasis(encoding, bases.Pairs(basis_map) if pairs else basis_map)

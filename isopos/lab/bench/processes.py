@@ -55,14 +55,14 @@ def variants_of(device: str, variant: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def section(
-    name: str, rounds: int, most: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
+    name: str, rounds: int, longest: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
 ) -> Iterator[Row]:
     """Measure a section in this process.
 
     Args:
         name: Name of the section.
         rounds: Largest number of rounds.
-        most: Largest length of sequences, for a quick trial.
+        longest: Largest length of sequences, for a quick trial.
         device: Device of the workloads.
         done: Titles of existing rows; races whose rows all exist are left out.
     """
@@ -70,30 +70,30 @@ def section(
     if device != "cpu":
         options = {"device": device, "dtype": torch.bfloat16, "limit": gpu.LIMIT}
     for contest in (races.RACES if device == "cpu" else gpu.RACES).get(name, ()):
-        contest = replace(contest, shape=contest.shape.limited(most))
+        contest = replace(contest, shape=contest.shape.limited(longest))
         if not existing.issuperset(contest.titles()):
             yield from races.race(name, contest, rounds, **options)
             if device.startswith("cuda"):
                 torch.cuda.synchronize(device)  # raises after an error from which later races cannot recover
     if device == "cpu":
-        yield from _other_rows(name, rounds, most)
+        yield from _other_rows(name, rounds, longest)
 
 
-def _other_rows(name: str, rounds: int, most: int) -> Iterator[Row]:
+def _other_rows(name: str, rounds: int, longest: int) -> Iterator[Row]:
     """Rows of a CPU section that are no races."""
     if name == "growth":
-        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
+        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= longest] or [longest // 2, longest])
     if name == "threads":
-        yield from races.threads(rounds, most)
+        yield from races.threads(rounds, longest)
     if name == "load":
-        yield from races.under_load(rounds, most)
+        yield from races.under_load(rounds, longest)
     if name == "memory":
-        lengths = dict.fromkeys(min(length, most) for length in LENGTHS)
-        yield from memory(tuple(lengths), min(LONG, most))
+        lengths = dict.fromkeys(min(length, longest) for length in LENGTHS)
+        yield from memory(tuple(lengths), min(LONG, longest))
     if name == "construction":
-        yield from construction(rounds, min(NODES, 2 * most))
+        yield from construction(rounds, min(NODES, 2 * longest))
     if name == "rotary":
-        yield rotation_error(Shape().limited(most))
+        yield rotation_error(Shape().limited(longest))
 
 
 def in_variants(

@@ -53,9 +53,9 @@ class Shape(NamedTuple):
         cache = f", after {self.cache} tokens" if self.cache else ""
         return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
 
-    def limited(self, most: int) -> "Shape":
-        """The shape with at most `most` tokens."""
-        return self._replace(length=min(self.length, most), cache=min(self.cache, most))
+    def limited(self, longest: int) -> "Shape":
+        """The shape with at most `longest` tokens."""
+        return self._replace(length=min(self.length, longest), cache=min(self.cache, longest))
 
 
 def workload_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
@@ -369,9 +369,9 @@ def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
         notes[name] = f"{name}: {type(error).__name__}: {error}".partition("\n")[0]
 
 
-def threads(rounds: int, most: int) -> Iterator[Row]:
+def threads(rounds: int, longest: int) -> Iterator[Row]:
     """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half the number."""
-    shape, before = Shape(2048).limited(most), torch.get_num_threads()
+    shape, before = Shape(2048).limited(longest), torch.get_num_threads()
     inputs = _inputs("attention", shape, BOTH)
     workload = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
     counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
@@ -389,10 +389,10 @@ def threads(rounds: int, most: int) -> Iterator[Row]:
         yield Row("threads", title, f"{half} threads", None, seconds[count], seconds[half])
 
 
-def under_load(rounds: int, most: int) -> Iterator[Row]:
+def under_load(rounds: int, longest: int) -> Iterator[Row]:
     """Causal attention while 1 or 2 other processes compute: compared with matrix products, and with an idle machine."""
     for contest in LOADED:
-        contest = replace(contest, shape=contest.shape.limited(most))
+        contest = replace(contest, shape=contest.shape.limited(longest))
         idle = list(race("load", contest, rounds))
         for count in (1, 2):
             with busy(count):

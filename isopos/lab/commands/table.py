@@ -180,10 +180,12 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         else:
             what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table chooses no data"
             raise ValueError(f"data: expected {what}, got {entry!r}")
-    sources = {one.name: one.source if "data" in table.recipe_at("original", one).names else "" for one in table.corpora}
+    sources = {
+        corpus.name: corpus.source if "data" in table.recipe_at("original", corpus).names else "" for corpus in table.corpora
+    }
     free = {name: source for name, source in sources.items() if source != ASK}
     if options.scale == "tiny":
-        free = {one.name: "" for one in table.corpora if not one.start or one.name in free}
+        free = {corpus.name: "" for corpus in table.corpora if not corpus.start or corpus.name in free}
     chosen = replaced or free
     for corpus in table.corpora:
         if corpus.name in chosen and corpus.start and corpus.start not in chosen:
@@ -247,7 +249,9 @@ def _missing_rounds(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict
     """Number of missing timing rounds of a corpus, by row."""
     rounds = speed_rounds(folder, corpus)
     return {
-        row.name: count for row in rows if row.on(corpus) and (count := ROUNDS - sum(row.name in one for one in rounds)) > 0
+        row.name: count
+        for row in rows
+        if row.on(corpus) and (count := ROUNDS - sum(row.name in seconds for seconds in rounds)) > 0
     }
 
 

@@ -64,7 +64,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
         0.8
     """
     ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
-    if any(len(set(one)) == 1 for one in ranks):
+    if any(len(set(side)) == 1 for side in ranks):
         return float("nan")
     return round(statistics.correlation(*ranks), 12)
 
@@ -130,7 +130,7 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
             if not (cell / SCORES).exists():
                 continue
             scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
-            curve = {one["step"]: one["validation"] for one in metrics if one.get("validation") is not None}
+            curve = {entry["step"]: entry["validation"] for entry in metrics if entry.get("validation") is not None}
             curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
                 scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
@@ -242,11 +242,11 @@ def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, colum
 
     False for all rows if all intervals include 0.
     """
-    rank, candidates = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= MIN_SEEDS]
+    rank, candidates = table.metric(column).rank, [other for other in rows if len(other.values[column.title]) >= MIN_SEEDS]
     if row not in candidates:
         return False
-    best = min(candidates, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
-    paired = {one.name: _differences(one, best, column) for one in candidates}
+    best = min(candidates, key=lambda other: rank(statistics.mean(other.values[column.title].values())))
+    paired = {other.name: _differences(other, best, column) for other in candidates}
     tied = {
         name: not Difference.paired(values, max(1, len(candidates) - 1)).excludes_zero
         for name, values in paired.items()
@@ -340,7 +340,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield f"Missing: {missing}."
     seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
     corpora = [corpus.name for corpus in table.corpora] or [""]
-    seconds += [sum(one.values()) for corpus in corpora for one in speed_rounds(folder, corpus)]
+    seconds += [sum(times.values()) for corpus in corpora for times in speed_rounds(folder, corpus)]
     count = f"{len(seconds)} {'rounds' if table.timed else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
@@ -355,7 +355,7 @@ def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
         return
     for column in table.columns:
         rounds = speed_rounds(folder, column.corpus)
-        if seconds := [one[table.baseline] for one in rounds if table.baseline in one]:
+        if seconds := [times[table.baseline] for times in rounds if table.baseline in times]:
             median = f"{statistics.median(seconds) * 1e3:,.2f} ms"
             yield f"{column.title}: {table.baseline} takes {median}, the median of {len(seconds)} rounds."
 
@@ -434,16 +434,17 @@ def _curves(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
-    drawn = [row for row in rows if row.table_row.scheme]
+    with_scheme = [row for row in rows if row.table_row.scheme]
     reference = _reference(table, rows)
     for (above, below), corpus in zip(panels.T, names, strict=False):
         title = _main(table, corpus).title
-        for n, row in enumerate(drawn):
+        for n, row in enumerate(with_scheme):
             if curve := _mean_curve(row, corpus):
                 above.plot(list(curve), list(curve.values()), label=literal(row.name), **line_style(n))
             if distances := _distances(row, reference, corpus):
                 paired = [Difference.paired(values) for values in distances.values()]
-                _plot_band(below, list(distances), [one.mean for one in paired], [one.half for one in paired], n)
+                means, halves = [each.mean for each in paired], [each.half for each in paired]
+                _plot_band(below, list(distances), means, halves, n)
         above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
         below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.name}'s, paired by seed"))
         plain(above)
@@ -464,13 +465,14 @@ def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Map
     """Figures by the choice on the x axis, one panel per corpus: means over seeds, within a standard deviation."""
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
-        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.x_axis])
+        columns = [column for column in table.columns if column.corpus == corpus]
+        columns.sort(key=lambda column: column.view[table.x_axis])
         for n, row in enumerate(rows):
-            points = [(one.view[table.x_axis], values) for one in columns if (values := [*row.values[one.title].values()])]
-            if points:
-                x, values = zip(*points, strict=True)
-                spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
-                _plot_band(axes, x, [statistics.mean(of) for of in values], spread, n, label=literal(row.name))
+            if points := [column for column in columns if row.values[column.title]]:
+                figures = [[*row.values[column.title].values()] for column in points]
+                spread = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in figures]
+                x = [column.view[table.x_axis] for column in points]
+                _plot_band(axes, x, [*map(statistics.mean, figures)], spread, n, label=literal(row.name))
         axes.set(xlabel=table.x_axis, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
@@ -482,8 +484,8 @@ def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
     figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
     panels = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0]
     for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):
-        drawn = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
-        for index, (n, row) in enumerate(drawn):
+        measured = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
+        for index, (n, row) in enumerate(measured):
             low, median, high = Spread.of([*row.values[column.title].values()])
             axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if index else "ours")
             if row.table_row.figures:
@@ -491,7 +493,7 @@ def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
         axes.set_yticklabels([literal(row.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))
-        if drawn:
+        if measured:
             axes.legend(frameon=False)
         plain(axes)
     return figure

@@ -199,9 +199,9 @@ def load_table(name: str) -> PaperTable:
         tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}
         if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
             raise ValueError(wrong)
-        columns = tuple(_build(Column, one) for one in values.pop("columns", ()))
-        rows = tuple(_build(TableRow, one) for one in values.pop("rows", ()))
-        corpora = tuple(_build(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
+        columns = tuple(_build(Column, entry) for entry in values.pop("columns", ()))
+        rows = tuple(_build(TableRow, entry) for entry in values.pop("rows", ()))
+        corpora = tuple(_build(Corpus, {"name": key, **entry}) for key, entry in values.pop("corpora", {}).items())
         table = _build(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)
     except ValueError as error:
