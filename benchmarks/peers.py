@@ -1,6 +1,6 @@
-"""Other libraries' attention and rotary embeddings, where they are installed: one adapter each.
+"""Adapters of other libraries' attention and rotary embeddings, one per library.
 
-Nothing of theirs is imported before it is used: a whole model of theirs takes seconds.
+Libraries are imported when they are first used, because some imports take seconds.
 """
 
 from functools import cache, partial
@@ -20,7 +20,7 @@ BASE = 10000.0
 
 
 def _fast_transformers(module: Any, *_: Any) -> Workload:
-    """`CausalLinearAttention`, by its kernel."""
+    """The kernel of `CausalLinearAttention`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -36,7 +36,7 @@ def _performer(module: Any, *_: Any) -> Workload:
 
 
 def _rotary_embedding_torch(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
-    """It keeps its angles."""
+    """Rotation that caches its angles."""
     rotate = module.RotaryEmbedding(x.shape[-1]).to(cast).rotate_queries_or_keys
     return lambda q, k: (rotate(q, offset=start), rotate(k, offset=start))
 
@@ -53,7 +53,7 @@ def _llama(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Work
 
 
 def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
-    """A Python loop fills its table from position 0 on, a minute or two and gigabytes at 10^6."""
+    """Rotation by a table that a Python loop fills from position 0 on, in minutes and gigabytes at 10^6."""
     embedding = module.RoFormerSinusoidalPositionalEmbedding(start + x.shape[-2], x.shape[-1])
     embedding.weight.data = embedding.create_weight()
     table = embedding.to(cast)((1, x.shape[-2]), past_key_values_length=start)
@@ -61,13 +61,13 @@ def _roformer(module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> W
 
 
 def _fla_linear(module: Any, *_: Any) -> Workload:
-    """Tokens first, heads second, as it has them."""
+    """Linear attention with tokens before heads in the library's layout."""
     return lambda q, k, v: module.chunk_linear_attn(*_tokens_first(q, k, v), scale=1.0, normalize=False)[0].transpose(1, 2)
 
 
 def _fla_gated(module: Any, *_: Any) -> Workload:
-    """With RetNet's decays, one per head as in fla's retention: gates of tokens would have gradients, too."""
-    rates = cache(lambda heads, device: -retnet_rates(heads).to(device, torch.float32))  # a copy to a GPU waits for it
+    """With RetNet's decays, one per head as in fla's retention, because gates of tokens would have gradients."""
+    rates = cache(lambda heads, device: -retnet_rates(heads).to(device, torch.float32))  # copies to a GPU synchronise
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         decay = rates(q.shape[1], q.device)
@@ -81,7 +81,7 @@ def _tokens_first(*heads: Tensor) -> tuple[Tensor, ...]:
 
 
 def _triton_rotary(name: str, module: Any, x: Tensor, start: int, cast: torch.dtype | None) -> Workload:
-    """Functions of tokens ``[b t h d]`` and of cosines and sines ``[t d/2]`` in the dtype of the tokens."""
+    """Rotation of tokens ``[b t h d]`` by cosines and sines ``[t d/2]`` in the dtype of the tokens."""
     frequency = BASE ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angle = torch.arange(start, start + x.shape[-2])[:, None] * frequency
     cos, sin = (part.to(cast or x.dtype) for part in (angle.cos(), angle.sin()))

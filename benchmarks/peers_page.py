@@ -1,6 +1,6 @@
-"""docs/peers.md: scores and outputs beside other libraries' code. `COMMAND` writes it; tests/test_oracles.py compares, too.
+"""docs/peers.md: results compared with other libraries' code. `COMMAND` writes it; tests/test_oracles.py checks it.
 
-Peers come from PyPI (extra `peers`) and are imported when they are compared: a whole model of theirs takes seconds.
+Peers come from PyPI (extra `peers`) and are imported when they are first compared, because some imports take seconds.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from isopos.catalog import CATALOG
 from isopos.feature_maps import FEATURE_MAPS, sides
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.kernels import fill_zeros
+from isopos.maps import pair
 from isopos.schemes import REGISTRY
 from tests.canonical import canonical, score
 
@@ -35,45 +36,45 @@ ELU = FEATURE_MAPS["elu+1"]
 INTRODUCTION = """\
 # Beside other libraries' code
 
-What a scheme computes, next to what other people's code computes from the same queries, keys and parameters.
-`{command}` writes this page (with `isopos[lab,peers]`), and `make test-all` holds the figures to the
-bounds in `benchmarks/peers_page.py`. What schemes do otherwise than their authors' code, of which most is no package, is in
+Results of a scheme compared with results of other code for the same queries, keys and parameters.
+`{command}` writes this page (with `isopos[lab,peers]`), and `make test-all` checks the figures against
+the bounds in `benchmarks/peers_page.py`. Differences from the authors' code, which is seldom a package, are in
 [schemes.md](schemes.md), "Beside the authors' code"; rotary tables at long positions are in [exactness.md](exactness.md).
 
-**difference**: largest |ours - theirs| over max(1, largest |theirs|), of {heads} heads of {head_dim} features and {length}
-tokens. In float64 both do the same where it is below 1e-12; what is larger has a reason beside it. "By its formulas": code
-that is no package, whose formulas `benchmarks/peers_page.py` has typed again. Here:
+**difference**: largest |ours - theirs| divided by max(1, largest |theirs|), of {heads} heads of {head_dim} features and
+{length} tokens. In float64 both compute the same if it is below 1e-12; larger differences have a reason. "By its formulas":
+code that is no package; `benchmarks/peers_page.py` implements its formulas. Here:
 {versions}.
 """
 FORMULAS = """\
 ## By formula
 
-The schemes for which no package has code, and the others again: scores of attention beside LRPE's canonical form of the
-paper's formula, dense matrices that `tests/canonical.py` writes down from the scheme's parameters, one relative position
-at a time, without calling its operations. Float64, default options, learned tables filled at random.
+All schemes, including those without a package: scores of attention compared with LRPE's canonical form of the paper's
+formula. `tests/canonical.py` builds its dense matrices from the scheme's parameters, one relative position at a time,
+without the scheme's operations. Float64, default options, learned tables filled at random.
 """
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing that both compute; `differs` says why the two are not the same function, if they are not."""
+    """A comparison of one result; `differs` is the reason if the two functions are not the same."""
 
     scheme: str
-    package: str  # on PyPI; empty for code that is none, whose formulas are typed here
+    package: str  # on PyPI; empty for formulas that are implemented here
     where: str  # the peer's function or class
     what: str
     run: Callable[[], tuple[Tensor, Tensor]]  # ours and theirs
     bound: float = 1e-12  # of the difference
-    why: str = ""  # that large
+    why: str = ""  # the reason for a larger bound
     differs: str = ""
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """The difference, as the page defines it."""
+    """The relative difference, as defined on the page."""
     return ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1)).item()
 
 
-def _drawn(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def _random(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(count, 1, HEADS, LENGTH, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -83,14 +84,14 @@ def _transformers(model: str) -> Any:
 
 
 def angles(layout: str) -> Tensor:
-    """Of each feature, float64 ``[t d]``, by numpy: the peers' formulas take them or their cosines and sines."""
+    """Angles of each feature by numpy: float64 ``[t d]``. The peers' functions take them or their cosines and sines."""
     frequency = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    each = np.arange(LENGTH)[:, None] * frequency
-    return torch.from_numpy(np.repeat(each, 2, -1) if layout == "interleaved" else np.tile(each, 2))
+    angle = np.arange(LENGTH)[:, None] * frequency
+    return torch.from_numpy(np.repeat(angle, 2, -1) if layout == "interleaved" else np.tile(angle, 2))
 
 
 def rotated(name: str, q: Tensor, k: Tensor) -> Any:
-    """Queries and keys, by a peer's own function from exact angles in its layout."""
+    """Queries and keys rotated by a peer's function, from exact angles in its layout."""
     module, angle = ROTARY[name].load(), angles(ROTARY[name].layout)
     if name == "transformers Llama":
         return module.apply_rotary_pos_emb(q, k, angle[None].cos(), angle[None].sin())
@@ -103,7 +104,7 @@ def rotated(name: str, q: Tensor, k: Tensor) -> Any:
 
 
 def _rope(name: str) -> tuple[Tensor, Tensor]:
-    q, k = _drawn(2)
+    q, k = _random(2)
     scheme = isopos.rope(HEAD_DIM, HEADS, layout=ROTARY[name].layout)
     rho = scheme.encoding(isopos.sequence(LENGTH), torch.float64)
     theirs_q, theirs_k = rotated(name, q, k)
@@ -111,15 +112,15 @@ def _rope(name: str) -> tuple[Tensor, Tensor]:
 
 
 def _rope_module(name: str) -> tuple[Tensor, Tensor]:
-    q, k = _drawn(2, torch.float32)
+    q, k = _random(2, torch.float32)
     rho = isopos.rope(HEAD_DIM, HEADS, layout=ROTARY[name].layout).encoding(isopos.sequence(LENGTH))
     theirs_q, theirs_k = ROTARY[name].workload(q)(q, k)
     return rho(q) @ rho(k).mT, theirs_q @ theirs_k.mT
 
 
 def _against_transformers(scheme: Any, module: Any, kind: str, parameters: dict[str, Any], ids: Tensor, x: Tensor) -> Any:
-    """Scores at positions x, and those of a rotary module at position ids."""
-    q, k = _drawn(2, torch.float32)
+    """Scores at positions x, and scores of a rotary module at position ids."""
+    q, k = _random(2, torch.float32)
     sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "max_position_embeddings": 4096}
     config = importlib.import_module("transformers").LlamaConfig(**sizes, rope_parameters={"rope_theta": 1e4} | parameters)
     cos, sin = getattr(module, kind)(config)(q, ids)
@@ -129,13 +130,13 @@ def _against_transformers(scheme: Any, module: Any, kind: str, parameters: dict[
 
 
 def _mrope(model: str, kind: str, sections: list[int], **options: Any) -> tuple[Tensor, Tensor]:
-    """At the position ids that the model gives to text, an image, text and another image."""
+    """Scores at the model's position ids of text, an image, text and another image."""
     module = _transformers(model)
     types = torch.tensor([[0] * 5 + [1] * 30 + [0] * 3 + [1] * 32])
-    own: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    whole = next(getattr(module, name) for name in dir(module) if name.endswith("VLModel"))
-    own.get_vision_position_ids = partial(whole.get_vision_position_ids, own)
-    ids, _ = whole.get_rope_index(own, types, types, torch.tensor([[1, 10, 12], [2, 8, 8]]))
+    instance: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    kind_of_model = next(getattr(module, name) for name in dir(module) if name.endswith("VLModel"))
+    instance.get_vision_position_ids = partial(kind_of_model.get_vision_position_ids, instance)
+    ids, _ = kind_of_model.get_rope_index(instance, types, types, torch.tensor([[1, 10, 12], [2, 8, 8]]))
     scheme = isopos.mrope(HEAD_DIM, sections=sections, layout="half", **options)
     parameters = {"rope_type": "default", "mrope_section": sections}
     return _against_transformers(scheme, module, kind, parameters, ids, ids.movedim(0, -1))
@@ -149,7 +150,7 @@ def _p_rope() -> tuple[Tensor, Tensor]:
 
 
 def _xpos(package: str) -> tuple[Tensor, Tensor]:
-    q, k = _drawn(2, torch.float32)
+    q, k = _random(2, torch.float32)
     at = isopos.xpos(HEAD_DIM).at(isopos.sequence(LENGTH))["isometry"]
     ours_q, ours_k = (side(z) for side, z in zip(at, (q, k), strict=True))
     if package == "x-transformers":
@@ -164,8 +165,8 @@ def _xpos(package: str) -> tuple[Tensor, Tensor]:
 
 
 def _attended(scheme: Any, bias: Tensor | float, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs of a scheme, and of softmax(scale <q, k> + bias), both of the same queries, keys and values."""
-    q, k, v = _drawn(3)
+    """Outputs of a scheme, and of softmax(scale <q, k> + bias), for the same queries, keys and values."""
+    q, k, v = _random(3)
     at = scheme.at(isopos.sequence(LENGTH), dtype=torch.float64) | {"scale": scale}
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1) & causal
     logits = (scale * q @ k.mT + bias).masked_fill(hidden, -torch.inf)
@@ -191,32 +192,32 @@ def _t5(package: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _deberta(version: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Theirs by its own projections of relative embeddings, which are ours, and its own gathering."""
-    far = {"max_distance": 512 if version == "deberta_v2" else None}
-    scheme, (q, k, _) = isopos.deberta(HEAD_DIM, HEADS, buckets=32, **far, **options), _drawn(3)
+    """Outputs of the released attention, with our vectors as its projected relative embeddings."""
+    limit = {"max_distance": 512 if version == "deberta_v2" else None}
+    scheme, (q, k, _) = isopos.deberta(HEAD_DIM, HEADS, buckets=32, **limit, **options), _random(3)
     module, bias = _transformers(version), scheme.bias
     tables = [one.parameter.detach() for one in (bias.keys, bias.queries)]  # pyright: ignore
     keys, queries = (table.transpose(0, 1).flatten(1).double()[None] for table in tables)  # [1 2k h d]
     kind = module.DisentangledSelfAttention
-    own: Any = SimpleNamespace(num_attention_heads=HEADS, pos_att_type=["c2p", "p2c"], share_att_key=False)
-    own.position_buckets, own.max_relative_positions, own.pos_ebd_size = 32, 512, 32
-    own.pos_key_proj, own.pos_query_proj = lambda _: keys, lambda _: queries
-    own.transpose_for_scores = partial(kind.transpose_for_scores, own)
+    layer: Any = SimpleNamespace(num_attention_heads=HEADS, pos_att_type=["c2p", "p2c"], share_att_key=False)
+    layer.position_buckets, layer.max_relative_positions, layer.pos_ebd_size = 32, 512, 32
+    layer.pos_key_proj, layer.pos_query_proj = lambda _: keys, lambda _: queries
+    layer.transpose_for_scores = partial(kind.transpose_for_scores, layer)
     if version == "deberta_v2":
         rows = torch.zeros(64, 1)
-        found = kind.disentangled_attention_bias(own, q[0], k[0], None, rows, 3)[None]
+        added = kind.disentangled_attention_bias(layer, q[0], k[0], None, rows, 3)[None]
     else:
-        own.max_relative_positions, scale = 32, (3 * HEAD_DIM) ** -0.5
-        own.pos_proj, own.pos_q_proj = own.pos_key_proj, own.pos_query_proj
+        layer.max_relative_positions, scale = 32, (3 * HEAD_DIM) ** -0.5
+        layer.pos_proj, layer.pos_q_proj = layer.pos_key_proj, layer.pos_query_proj
         relative = module.build_relative_position(q, k)
-        found = kind.disentangled_att_bias(own, q * scale, k, relative, torch.zeros(64, 1), 3)
-    return _attended(scheme, found, (3 * HEAD_DIM) ** -0.5)
+        added = kind.disentangled_att_bias(layer, q * scale, k, relative, torch.zeros(64, 1), 3)
+    return _attended(scheme, added, (3 * HEAD_DIM) ** -0.5)
 
 
 @torch.no_grad()
 def _transformer_xl() -> tuple[Tensor, Tensor]:
-    """Theirs has sines first, of the offset to the left; the projection's columns are turned accordingly."""
-    scheme, (q, k, v) = isopos.transformer_xl(HEAD_DIM, HEADS), _drawn(3)
+    """Outputs of an implementation with sines first and offsets to the left; our projection is rearranged accordingly."""
+    scheme, (q, k, v) = isopos.transformer_xl(HEAD_DIM, HEADS), _random(3)
     fill_zeros(scheme)
     coupling: Any = scheme.encoding
     model_dim, module = HEADS * HEAD_DIM, importlib.import_module("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert")
@@ -224,33 +225,33 @@ def _transformer_xl() -> tuple[Tensor, Tensor]:
     linear = torch.stack((-sines, cosines), 2).flatten(1, 2).transpose(1, 2).flatten(0, 1)  # [h d, m]
     config = SimpleNamespace(max_source_positions=LENGTH, hidden_size=model_dim)
     table = module.Wav2Vec2BertRelPositionalEmbedding(config)(torch.zeros(1, LENGTH, model_dim)).double()
-    own = SimpleNamespace(
+    layer = SimpleNamespace(
         linear_pos=lambda p: p @ linear.mT, head_size=HEAD_DIM, scaling=HEAD_DIM**-0.5,
         pos_bias_u=coupling.content.parameter.detach()[:, 0].double(),
         pos_bias_v=coupling.location.parameter.detach()[:, 0].double(),
     )  # fmt: skip
-    moved, found = module._apply_relative_position_encoding(own, q, k, table)
+    shifted, added = module._apply_relative_position_encoding(layer, q, k, table)
     at = scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)
-    return softmax_attention(q, k, v, **at), (moved @ k.mT * own.scaling + found).softmax(-1) @ v
+    return softmax_attention(q, k, v, **at), (shifted @ k.mT * layer.scaling + added).softmax(-1) @ v
 
 
 @torch.no_grad()
 def _shaw() -> tuple[Tensor, Tensor]:
-    """Theirs adds vectors to keys only."""
-    scheme, (q, k, _) = isopos.shaw(HEAD_DIM, HEADS, reach=9), _drawn(3)
+    """Outputs of an implementation that adds vectors to keys only."""
+    scheme, (q, k, _) = isopos.shaw(HEAD_DIM, HEADS, reach=9), _random(3)
     module, bias = importlib.import_module("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert"), scheme.bias
     assert isinstance(bias, isopos.biases.Shaw)
     bias.values.parameter.zero_()
     rows = bias.keys.parameter.detach()[0].double()
     reach = {"left_max_position_embeddings": 9, "right_max_position_embeddings": 9}
-    own = SimpleNamespace(distance_embedding=lambda row: rows[row], scaling=HEAD_DIM**-0.5, **reach)
-    return _attended(scheme, module._apply_relative_key_position_encoding(own, q, k)[1], HEAD_DIM**-0.5)
+    layer = SimpleNamespace(distance_embedding=lambda row: rows[row], scaling=HEAD_DIM**-0.5, **reach)
+    return _attended(scheme, module._apply_relative_key_position_encoding(layer, q, k)[1], HEAD_DIM**-0.5)
 
 
 @torch.no_grad()
 def _pope() -> tuple[Tensor, Tensor]:
-    """Theirs computes in float32, with phases within a turn behind zero."""
-    scheme, (q, k) = isopos.pope(HEAD_DIM, HEADS, attention="softmax"), _drawn(2, torch.float32)
+    """Scores of an implementation in float32, with phases between -2 pi and 0."""
+    scheme, (q, k) = isopos.pope(HEAD_DIM, HEADS, attention="softmax"), _random(2, torch.float32)
     module, coupling = importlib.import_module("x_transformers.x_transformers"), scheme.encoding
     peer, phase = module.PolarEmbedding(HEAD_DIM, HEADS), -6 * torch.rand(HEADS, HEAD_DIM)
     peer.learned_bias.copy_(phase[:, None])
@@ -281,7 +282,7 @@ def _sinusoidal(package: str) -> tuple[Tensor, Tensor]:
 
 
 def _performer(causal: bool) -> tuple[Tensor, Tensor]:
-    module, (q, k, v) = importlib.import_module("performer_pytorch.performer_pytorch"), _drawn(3)
+    module, (q, k, v) = importlib.import_module("performer_pytorch.performer_pytorch"), _random(3)
     attend = module.causal_linear_attention_noncuda if causal else module.linear_attention
     phi, _ = sides(ELU)
     return linear_attention(q, k, v, causal=causal, feature_map=ELU), attend(phi(q), phi(k), v)
@@ -291,15 +292,14 @@ def _positions() -> Tensor:
     return torch.arange(LENGTH, dtype=torch.float64)
 
 
-def _turned(x: Tensor, frequency: Tensor) -> Tensor:
-    """Pairs (2i, 2i + 1) of features ``[*b t d]``, turned by frequency i a step, as complex numbers."""
-    turns = torch.polar(torch.ones(1, dtype=torch.float64), _positions()[:, None] * frequency)
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+def _rotated_pairs(x: Tensor, frequency: Tensor) -> Tensor:
+    """Features ``[*b t d]`` with pairs (2i, 2i + 1) rotated by frequency i per step, as complex numbers."""
+    phases = torch.polar(torch.ones(1, dtype=torch.float64), _positions()[:, None] * frequency)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * phases).flatten(-2)
 
 
 def _scores(scheme: Any, q: Tensor, k: Tensor) -> Tensor:
-    found = scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)["isometry"]
-    rho_q, rho_k = found if isinstance(found, tuple) else (found, found)
+    rho_q, rho_k = pair(scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)["isometry"])
     return rho_q(q) @ rho_k(k).mT
 
 
@@ -309,18 +309,18 @@ def _rope_frequency() -> Tensor:
 
 @torch.no_grad()
 def _lrpe(kind: str) -> tuple[Tensor, Tensor]:
-    """The listing of LRPE's appendix D.2, with our Householder vector and permutation."""
+    """Scores of the listing in LRPE's appendix D.2, with our Householder vector and permutation."""
     options = {"learned": False} if kind == "orthogonal" else {}  # learned angles are float32
-    (q, k), scheme = _drawn(2), REGISTRY[f"lrpe-{kind}"](HEAD_DIM, HEADS, **options)
+    (q, k), scheme = _random(2), REGISTRY[f"lrpe-{kind}"](HEAD_DIM, HEADS, **options)
     encoding: Any = scheme.encoding
     v = encoding.basis.parameter.double()[:, None]
     q_p, k_p = (x - 2 * (x @ v.mT) @ v / v.square().sum(-1, keepdim=True) for x in (q, k))
     if kind == "orthogonal":
-        theirs = [_turned(x, _rope_frequency()) for x in (q_p, k_p)]
+        theirs = [_rotated_pairs(x, _rope_frequency()) for x in (q_p, k_p)]
     else:
-        places = torch.arange(HEAD_DIM).expand(1, HEADS, 1, -1).double()
-        pi = encoding.encoding(torch.ones(1, 1, dtype=torch.int64))(places).long()
-        powers = [places.long()]
+        features = torch.arange(HEAD_DIM).expand(1, HEADS, 1, -1).double()
+        pi = encoding.encoding(torch.ones(1, 1, dtype=torch.int64))(features).long()
+        powers = [features.long()]
         for _ in range(LENGTH - 1):
             powers.append(powers[-1].gather(-1, pi))
         theirs = [x.gather(-1, torch.cat(powers, -2)) for x in (q_p, k_p)]
@@ -328,27 +328,27 @@ def _lrpe(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _permuteformer() -> tuple[Tensor, Tensor]:
-    """Its language model's attention: r^(i - j) on the sums, which nothing divides."""
-    q, k, v = _drawn(3)
+    """Attention of its language model: weights with r^(i - j), without a denominator."""
+    q, k, v = _random(3)
     scheme = isopos.permuteformer(HEAD_DIM, HEADS, decay="permuteformer-released", denominator="none")
-    places = torch.arange(HEAD_DIM).expand(1, HEADS, LENGTH, -1)
-    moved = scheme.encoding(isopos.sequence(LENGTH))(places.double()).long()
-    q_p, k_p = (x.gather(-1, moved).relu() + 1e-3 for x in (q, k))
+    features = torch.arange(HEAD_DIM).expand(1, HEADS, LENGTH, -1)
+    index = scheme.encoding(isopos.sequence(LENGTH))(features.double()).long()
+    q_p, k_p = (x.gather(-1, index).relu() + 1e-3 for x in (q, k))
     r = torch.sigmoid(2 + 3 * torch.arange(HEADS, dtype=torch.float64) / HEADS)[:, None, None]
-    apart = _positions()[:, None] - _positions()
-    theirs = (q_p @ k_p.mT * r**apart).tril() @ v
+    distance = _positions()[:, None] - _positions()
+    theirs = (q_p @ k_p.mT * r**distance).tril() @ v
     return linear_attention(q, k, v, causal=True, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64)), theirs
 
 
 def _retnet() -> tuple[Tensor, Tensor]:
-    """Its parallel form, ahead of the gate: after the norm of heads, which a row's factor does not move."""
-    q, k, v = _drawn(3)
+    """The parallel form before the gate, after the norm of heads, which cancels factors of rows."""
+    q, k, v = _random(3)
     scheme = isopos.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
     ours = linear_attention(q, k, v, causal=True, **scheme.at(isopos.sequence(LENGTH), dtype=torch.float64))
     frequency = 10000.0 ** -torch.linspace(0, 1, HEAD_DIM // 2, dtype=torch.float64)
     gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))[:, None, None]
     decays = (gamma ** (_positions()[:, None] - _positions()).clamp_min(0)).tril()
-    weights = _turned(q, frequency) @ _turned(k * HEAD_DIM**-0.5, frequency).mT
+    weights = _rotated_pairs(q, frequency) @ _rotated_pairs(k * HEAD_DIM**-0.5, frequency).mT
     weights = weights * decays / decays.sum(-1, keepdim=True).sqrt()
     theirs = weights / weights.sum(-1, keepdim=True).abs().clamp_min(1) @ v
     ours, theirs = (x / x.square().mean(-1, keepdim=True).sqrt() for x in (ours, theirs))
@@ -356,7 +356,7 @@ def _retnet() -> tuple[Tensor, Tensor]:
 
 
 def _cosformer() -> tuple[Tensor, Tensor]:
-    q, k, v = _drawn(3)
+    q, k, v = _random(3)
     scheme = isopos.cosformer(HEAD_DIM, HEADS, length=LENGTH)
     angle = torch.pi / 2 / LENGTH * (_positions()[:, None] - _positions())
     weights = (q.relu() @ k.relu().mT * angle.cos()).tril()
@@ -365,18 +365,18 @@ def _cosformer() -> tuple[Tensor, Tensor]:
 
 
 def _xpos_of_torchscale() -> tuple[Tensor, Tensor]:
-    """Scales about the middle of the call."""
-    q, k = _drawn(2)
+    """Scores with scales relative to the middle of the call."""
+    q, k = _random(2)
     share = (torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) + 0.4 * HEAD_DIM) / (1.4 * HEAD_DIM)
     scale = share.repeat_interleave(2) ** ((_positions() - (LENGTH + 1) // 2) / 512)[:, None]
-    theirs = (_turned(q, _rope_frequency()) * scale) @ (_turned(k, _rope_frequency()) / scale).mT
+    theirs = (_rotated_pairs(q, _rope_frequency()) * scale) @ (_rotated_pairs(k, _rope_frequency()) / scale).mT
     return _scores(isopos.xpos(HEAD_DIM), q, k).tril(), theirs.tril()
 
 
 @torch.no_grad()
 def _rope_vit(mixed: bool) -> tuple[Tensor, Tensor]:
-    """Its frequencies of columns and of rows, at pixels of 7 rows of 10; those that are mixed are learned."""
-    (q, k), scheme = _drawn(2), REGISTRY["rope-mixed" if mixed else "rope-axial"](HEAD_DIM, HEADS)
+    """Scores at the pixels of 7 rows of 10; frequencies of columns and rows are learned if `mixed`."""
+    (q, k), scheme = _random(2), REGISTRY["rope-mixed" if mixed else "rope-axial"](HEAD_DIM, HEADS)
     pixel, size = torch.arange(LENGTH), 100.0 ** -(torch.arange(0, HEAD_DIM, 4).double() / HEAD_DIM)
     frequency = torch.stack((torch.cat((size, 0 * size)), torch.cat((0 * size, size))))[None]  # of rows, of columns
     if mixed:
@@ -384,16 +384,16 @@ def _rope_vit(mixed: bool) -> tuple[Tensor, Tensor]:
         scheme.encoding.parameter.copy_(frequency)  # pyright: ignore
     rows, columns = pixel.div(10, rounding_mode="floor").double(), (pixel % 10).double()
     angle = columns[:, None] * frequency[:, 1, None] + rows[:, None] * frequency[:, 0, None]
-    turns = torch.polar(torch.ones(1, dtype=torch.float64), angle)
-    theirs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns for x in (q, k)]
+    phases = torch.polar(torch.ones(1, dtype=torch.float64), angle)
+    theirs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * phases for x in (q, k)]
     rho = scheme.encoding(isopos.grid(7, 10), torch.float64)
     return rho(q) @ rho(k).mT, (theirs[0] @ theirs[1].mH).real
 
 
 @torch.no_grad()
 def _ape() -> tuple[Tensor, Tensor]:
-    """Powers of one orthogonal matrix a head by repeated products."""
-    (q, k), scheme = _drawn(2), isopos.ape_sequence(HEAD_DIM, HEADS)
+    """Scores with powers of one orthogonal matrix per head, by repeated products."""
+    (q, k), scheme = _random(2), isopos.ape_sequence(HEAD_DIM, HEADS)
     generator = torch.randn(HEADS, HEAD_DIM, HEAD_DIM, generator=torch.Generator().manual_seed(1))
     encoding: Any = scheme.encoding
     encoding.parameter.copy_(0.2 * generator)
@@ -419,10 +419,10 @@ COMPARISONS = (
     ),
     *(
         Comparison(
-            "mrope", "transformers", kind, f"scores at its own position ids with `layout=half,{own}`",
-            partial(_mrope, model, kind, sections, interleaved="interleaved" in own), 1e-6, FLOAT32,
+            "mrope", "transformers", kind, f"scores at its own position ids with `layout=half,{options}`",
+            partial(_mrope, model, kind, sections, interleaved="interleaved" in options), 1e-6, FLOAT32,
         )
-        for model, kind, sections, own in (
+        for model, kind, sections, options in (
             ("qwen2_vl", "Qwen2VLRotaryEmbedding", [2, 3, 3], "sections=2+3+3"),
             ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", [4, 2, 2], "sections=4+2+2,interleaved=true"),
         )
@@ -530,9 +530,9 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
         scheme = REGISTRY[name](HEAD_DIM, HEADS)
         fill_zeros(scheme)
         if scheme.embedding is not None or "absolute" in name:
-            figure = "- (an absolute one has no canonical form)"
+            figure = "- (absolute positions have no canonical form)"
         elif scheme.phases:
-            figure = "- (steps are read from keys)"
+            figure = "- (content-dependent phases)"
         elif scheme.encoding.is_random:
             figure = "- (equal in expectation only)"
         elif weaker := scheme.encoding.weaker_law or (scheme.bias and scheme.bias.weaker_law):
@@ -544,18 +544,16 @@ def _formulas() -> Iterator[tuple[str, str, str, str]]:
 
 @torch.no_grad()
 def by_formula(scheme: Any, tokens: int = 9) -> float:
-    """The difference of attention's weights, undivided where it is linear, from those of the canonical form."""
+    """The difference between attention weights and the canonical form; linear weights have no denominator."""
     x, d = scheme.group.arrange(tokens), scheme.encoding.features
     q, k = torch.randn(2, 1, scheme.heads, tokens, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     v = torch.eye(tokens, dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     at = scheme.at(x, dtype=torch.float64)
     if scheme.attention == "linear":
-        found = linear_attention(
-            q, k, v, **at | {"denominator": None, "transport": None}
-        )  # the weights, not what they carry
+        weights = linear_attention(q, k, v, **at | {"denominator": None, "transport": None})
         phi_q, phi_k = sides(scheme.feature_map)
-        return error(found, score(canonical(scheme), phi_q(q), phi_k(k), x, x))
-    terms = tuple(term for term in at.get("terms", ()) if term.side != "value")  # rows of values are no part of scores
+        return error(weights, score(canonical(scheme), phi_q(q), phi_k(k), x, x))
+    terms = tuple(term for term in at.get("terms", ()) if term.side != "value")  # these do not change scores
     return error(softmax_attention(q, k, v, **at | {"terms": terms}), score(canonical(scheme), q, k, x, x).softmax(-1))
 
 

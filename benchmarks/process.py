@@ -1,4 +1,4 @@
-"""What `benchmarks` runs in a process of its own: `isopos.lab.bench.processes` with other libraries."""
+"""The child process of `benchmarks`: `isopos.lab.bench.processes` with other libraries."""
 
 import sys
 

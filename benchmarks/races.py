@@ -1,4 +1,4 @@
-"""Races of ours against other libraries, with our goals, in the place of those of `isopos bench`."""
+"""Races against other libraries, with goals, which replace the races of `isopos bench`."""
 
 from benchmarks.peers import PEERS, ROTARY
 from isopos.lab.bench import accuracy, gpu, peers, processes, races
@@ -30,7 +30,7 @@ LOADED = tuple(Race("attention", BOTH, Shape(length), {FT: at_least(4)}) for len
 
 
 def _sums(passing: gpu.Passing, length: int, head_dim: int) -> Race:
-    """Causal sums without a denominator, which is what fla computes, without a decay and with one."""
+    """Causal sums without a denominator, as fla computes them, without and with a decay."""
     goal = at_least(1.2) if length >= 4096 else None
     pairs = {
         (gpu.PLAIN, "fla, linear attention"): goal,
@@ -48,17 +48,19 @@ GPU = {
         *(_sums(BOTH, 1 << n, head_dim) for n in (10, 12, 14, 16, 17) for head_dim in (64, 128)),
         *(_sums(FORWARD, 1 << n, 64) for n in (12, 16)),
     ),
-    "rotary": tuple(Race("rotary", way, Shape(8192, 8, 16, d), KERNELS) for way in (FORWARD, BOTH) for d in (64, 128)),
+    "rotary": tuple(
+        Race("rotary", passing, Shape(8192, 8, 16, d), KERNELS) for passing in (FORWARD, BOTH) for d in (64, 128)
+    ),
 }
 
 
 def join() -> None:
-    """Run these races, and no others, with other libraries' workloads; in processes of their own, too."""
+    """Replace the races of `isopos bench` by these, also in child processes, and add the other libraries' workloads."""
     peers.PEERS.update(PEERS)
     accuracy.LIBRARIES.update(ROTARY)
-    for known, own in ((races.RACES, RACES), (gpu.RACES, GPU)):
-        known.clear()
-        known.update(own)
+    for registry, contests in ((races.RACES, RACES), (gpu.RACES, GPU)):
+        registry.clear()
+        registry.update(contests)
     races.LOADED = LOADED
     processes.SECTIONS = (*RACES, "load")
     processes.COMMAND, processes.MODULE = ("python", "-m", "benchmarks"), "benchmarks.process"

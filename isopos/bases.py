@@ -139,8 +139,8 @@ class OddEven(Basis):
         self.features = features
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:
-        place = torch.arange(self.features, device=device)
-        index = narrow_index(place // 2 + place % 2 * ((self.features + 1) // 2), self.features)
+        i = torch.arange(self.features, device=device)
+        index = narrow_index(i // 2 + i % 2 * ((self.features + 1) // 2), self.features)
         return Gather(index[None, None], constant=True, halves=True)
 
 
@@ -201,10 +201,10 @@ class ComplexFourier(_Fixed):
 
 
 class Spectrum(_Fixed):
-    """The unitary discrete Fourier transform of real features into as many complex ones, each a pair (real, imaginary).
+    """The unitary discrete Fourier transform of real features into an equal number of complex ones.
 
-    This is a complex P of LRPE's Eq. 22 for real vectors, as in the paper's listing; phases of its features distinguish
-    directions.
+    Each complex feature is a pair (real, imaginary). This is a complex P of LRPE's Eq. 22 for real vectors, as in the
+    paper's listing; phases of its features distinguish directions.
 
     Args:
         features: d; it returns 2 d.

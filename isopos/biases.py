@@ -38,7 +38,7 @@ class RelativeBias(ExactModule, ABC):
 
     @abstractmethod
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        """Terms as in `forward`, for positions that are checked."""
+        """Terms as in `forward`, for valid positions."""
 
 
 class T5(RelativeBias):
@@ -68,11 +68,11 @@ class T5(RelativeBias):
         if near < 1 or max_distance <= near or buckets % (1 + bidirectional):
             raise ValueError(
                 f"buckets: expected {'an even number of at least 4' if bidirectional else 'at least 2'} and max_distance "
-                f"beyond the near ones, got {buckets} and {max_distance}"
+                f"larger than {near}, the number of near offsets, got {buckets} and {max_distance}"
             )
         far = self.one_way - near
         # bucket near + m starts where (distance / near)^far reaches (max_distance / near)^m
-        starts = [_least(lambda d, m=m: d**far * near**m >= max_distance**m * near**far) for m in range(1, far)]
+        starts = [_smallest(lambda d, m=m: d**far * near**m >= max_distance**m * near**far) for m in range(1, far)]
         self.starts = torch.tensor([*range(1, near + 1), *starts], device="cpu")
         self.parametrise("weight", torch.zeros(heads, buckets, device="cpu", dtype=torch.float64), learned=True)
 
@@ -83,7 +83,7 @@ class T5(RelativeBias):
         return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        return (_of_offsets(self.parameter.to(dtype), "none", x, y, self.bucket, self.starts),)
+        return (_offset_term(self.parameter.to(dtype), "none", x, y, self.bucket, self.starts),)
 
 
 class Shaw(RelativeBias):
@@ -145,13 +145,13 @@ class DeBERTa(RelativeBias):
         near, far = buckets // 2, 2**62 if max_distance is None else max_distance - 1
         if buckets < 4 or far <= near:
             raise ValueError(
-                f"buckets: expected at least 4, and max_distance beyond {near + 1}, got {buckets} and {max_distance}"
+                f"buckets: expected at least 4, and max_distance larger than {near + 1}, got {buckets} and {max_distance}"
             )
         self.group, self.heads, self.buckets, self.released = Line(), heads, buckets, released
         starts = list(range(1, buckets + 1))
         if max_distance is not None:  # near + m starts beyond (distance / near)^(near - 1) = (far / near)^(m - 1)
             tests = [lambda d, m=m: d ** (near - 1) * near**m > far**m * near ** (near - 1) for m in range(buckets - near)]
-            starts[near:] = map(_least, tests)
+            starts[near:] = map(_smallest, tests)
         self.starts = torch.tensor(starts, device="cpu")
         start = normal(seed, 2, heads, 2 * buckets, features) / features**0.5
         self.keys, self.queries = Weight(start[0]), Weight(start[1])
@@ -162,13 +162,11 @@ class DeBERTa(RelativeBias):
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        sign, (keys, queries) = (
-            1 if self.released else -1,
-            (a.parameter.to(dtype) for a in (self.keys, self.queries)),
-        )
+        sign = 1 if self.released else -1
+        keys, queries = (a.parameter.to(dtype) for a in (self.keys, self.queries))
         return (
-            _of_offsets(keys, "query", x, y, self.bucket, self.starts),
-            _of_offsets(queries, "key", x, y, lambda offset: self.bucket(sign * offset), self.starts),
+            _offset_term(keys, "query", x, y, self.bucket, self.starts),
+            _offset_term(queries, "key", x, y, lambda offset: self.bucket(sign * offset), self.starts),
         )
 
 
@@ -203,8 +201,8 @@ class Kerple(RelativeBias):
         self.group, self.heads, self.kernel = Line(real=True), heads, kernel
         drawn = torch.rand(2, heads, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float64)
         log = kernel == "log"
-        most = torch.tensor((2.0, 1.0) if log else (1.0, 2.0), device="cpu", dtype=torch.float64)[:, None]
-        first, second = (most * drawn).clamp_min(0.01)
+        upper = torch.tensor((2.0, 1.0) if log else (1.0, 2.0), device="cpu", dtype=torch.float64)[:, None]
+        first, second = (upper * drawn).clamp_min(0.01)
         self.first = Weight(first.expm1().log())
         self.second = Weight(second.expm1().log() if log else (second / 2).logit())
 
@@ -215,16 +213,9 @@ class Kerple(RelativeBias):
         return torch.nn.functional.softplus(first), r2
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
-        if _apart(x, y):
-            return (
-                DistanceKernel(
-                    cast_down(torch.stack(self.numbers(), -1), dtype, x.device),
-                    "none",
-                    to_float64(x),
-                    to_float64(y),
-                    self.kernel,
-                ),
-            )
+        if _can_be_lazy(x, y):
+            table = cast_down(torch.stack(self.numbers(), -1), dtype, x.device)
+            return (DistanceKernel(table, "none", to_float64(x), to_float64(y), self.kernel),)
         distance = cast_down(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
         r1, r2 = (cast_down(a, dtype, x.device)[:, None, None] for a in self.numbers())
         return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
@@ -247,7 +238,7 @@ class Fire(RelativeBias):
 
     References:
         Functional Interpolation for Relative Positions Improves Long Context Transformers (Li et al. 2024), FIRE with the
-        transform log and the threshold. Initial c, width and L are those of the listing in its appendix.
+        transform log and the threshold. Initial c, width and L are from the listing in its appendix.
         https://arxiv.org/abs/2310.04418
     """
 
@@ -262,9 +253,8 @@ class Fire(RelativeBias):
         at_least("width", width)
         self.into = Weight(normal(generator, 2, width))  # u and w
         self.out = Weight(normal(generator, heads, width) / width**0.5)
-        self.rate, self.threshold = (
-            Weight(torch.tensor([a], device="cpu", dtype=torch.float64)) for a in (0.1, 1.0)
-        )  # c and L / length
+        self.rate = Weight(torch.tensor([0.1], device="cpu", dtype=torch.float64))  # c
+        self.threshold = Weight(torch.tensor([1.0], device="cpu", dtype=torch.float64))  # L / length
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         rate = to_float64(self.rate.parameter, x.device).abs()
@@ -324,26 +314,21 @@ class ClippedKeys(RelativeBias):
         return (Clipped(self.parameter.to(dtype), "query", x, y, self.reach, self.outside),)
 
 
-def _apart(x: Tensor, y: Tensor) -> bool:
-    """Whether a GPU kernel that forms no pairs may serve."""
+def _can_be_lazy(x: Tensor, y: Tensor) -> bool:
+    """Whether a GPU kernel may evaluate the term pair by pair, without forming all pairs in memory."""
     return not (torch.compiler.is_compiling() or gpu.unreadable(x, y))
 
 
-def _of_offsets(
+def _offset_term(
     table: Tensor, side: str, x: Tensor, y: Tensor, bucket: Callable[[Tensor], Tensor], starts: Tensor
 ) -> Indexed | Offsets:
-    """A term of offsets with buckets of all pairs, or of each offset; offsets from the last start on share one."""
-    if not _apart(x, y):
-        return Indexed(table, side, bucket(_offsets(x, y)))
-    most = int(starts[-1])
-    return Offsets(table, side, x, y, bucket(torch.arange(-most, most + 1, device=x.device)))
+    """A term with the buckets of all pairs, or with one bucket per offset; offsets beyond the last start share a bucket."""
+    if not _can_be_lazy(x, y):
+        return Indexed(table, side, bucket((y[..., None, :, 0] - x[..., :, None, 0]).long()))
+    largest = int(starts[-1])
+    return Offsets(table, side, x, y, bucket(torch.arange(-largest, largest + 1, device=x.device)))
 
 
-def _offsets(x: Tensor, y: Tensor) -> Tensor:
-    """Key minus query, ``[*b t s]``, on a line."""
-    return (y[..., None, :, 0] - x[..., :, None, 0]).long()
-
-
-def _least(holds: Callable[[int], bool]) -> int:
-    """The least positive integer that fulfils a monotonic condition. Integers avoid rounded powers."""
+def _smallest(holds: Callable[[int], bool]) -> int:
+    """The smallest positive integer that fulfils a monotonic condition. Integers avoid rounded powers."""
     return 1 + bisect.bisect_left(range(1, 2**62), True, key=holds)

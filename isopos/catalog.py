@@ -19,8 +19,8 @@ class Entry(NamedTuple):
     summary: str
     citation: str
     equation: str  # the weight w(q, k) before the decay, or the added term; t = y - x is the offset
-    cost: str = "not said"  # additional to attention without positions, for t tokens, d features, n buckets
-    extends: str = "not said"  # other groups of positions that the scheme generalises to
+    cost: str = "not stated"  # additional to attention without positions, for t tokens, d features, n buckets
+    extends: str = "not stated"  # other groups of positions that the scheme generalises to
     content: bool = True  # whether the effect of positions on a score depends on the query or the key
     learns: str = "nothing"  # parameters with default options
     fits: Mapping[str, str] = MappingProxyType({})  # options with defaults from the model: see `isopos.schemes.build`
@@ -50,7 +50,7 @@ CATALOG: dict[str, Entry] = dict(_entries())
 
 
 def closest(name: object, names: Iterable[str]) -> str:
-    """The nearest known names as a question, or all of them."""
+    """The nearest names as a question, or all names if none is near."""
     near = difflib.get_close_matches(str(name), names := list(names), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(names)}"
 

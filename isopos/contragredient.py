@@ -166,7 +166,7 @@ class ContragredientSum(Contragredient):
     def __init__(self, parts: Sequence[Contragredient | Encoding], *, shared: bool = False):
         super().__init__()
         if not parts or any(part.features != part.out_features for part in parts):
-            raise ValueError("parts: expected some that return as many features as they take, got none, or another")
+            raise ValueError("parts: expected at least one, each returning as many features as it takes")
         if shared and len({part.group for part in parts}) > 1:
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared

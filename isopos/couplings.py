@@ -1,6 +1,6 @@
 """Couplings that are no representations; each class states the law that does not hold.
 
-A coupling maps queries and keys differently. Constant channels beside the features add a term to scores; an absolute
+A coupling maps queries and keys differently. Constant channels next to the features add a term to scores; an absolute
 position acts on one side only; stochastic encodings are relative in expectation; exponentials of generators that do not
 commute are relative along lines through the origin. Polar coordinates are relative, and an isometry of magnitudes.
 """
@@ -105,7 +105,7 @@ class Constrained(Coupling):
 
     @property
     def frequencies(self) -> Tensor:
-        """Radians per step ``[h c c*m]`` in float64, zero where a sinusoid belongs to another axis; h = 1 if fixed."""
+        """Radians per step ``[h c c*m]`` in float64, zero for sinusoids of other axes; h = 1 if fixed."""
         if self.waves is None:
             return self.frequency
         learned = to_float64(self.waves.parameter)  # [h c m]
@@ -198,14 +198,14 @@ class Polar(Coupling):
 
     def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
-        return self._of(rotations(x, self.extended(self.frequency), dtype))
+        return self._map(rotations(x, self.extended(self.frequency), dtype))
 
     def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
         self.group.check(x)
         phase = to_float64(self.parameter, x.device)[:, None]
-        return self._of(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
+        return self._map(rotation_table(angles(x, self.extended(self.frequency)) + phase, dtype).to(x.device))
 
-    def _of(self, table: Tensor) -> TokenMap:
+    def _map(self, table: Tensor) -> TokenMap:
         rotation = Rotation(table, True)
         return Composed(Mapped(Identity(), SOFTPLUS), rotation) if self.magnitudes else rotation
 
@@ -213,16 +213,16 @@ class Polar(Coupling):
 class Lie(_Sided):
     """exp(sum_c x_c (A_c - A_c^T)) with learned generators per head and axis that need not commute.
 
-    It is an isometry, but no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only where X and Y commute. Scores are
+    It is an isometry, but no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only if X and Y commute. Scores are
     relative along each line through the origin; elsewhere the error is about |[X, Y]| / 2 near the origin. Each token needs
     a d x d matrix: t d^3 operations, t d^2 numbers.
 
     Args:
-        generator: A, ``[h c d d]`` for c coordinates. Where its skew parts commute, as on one axis, it is relative.
+        generator: A, ``[h c d d]`` for c coordinates. If its skew parts commute, as on one axis, it is relative.
         learned: Whether A is learned.
 
     References:
-        LieRE: Lie Rotational Positional Encodings (Ostmeier et al. 2024), with one dense block a head.
+        LieRE: Lie Rotational Positional Encodings (Ostmeier et al. 2024), with one dense block per head.
         https://arxiv.org/abs/2406.10322
     """
 
@@ -243,8 +243,8 @@ class Lie(_Sided):
         return f"expected linear for generators that do not commute, and so have no frequencies, got {rule.name}"
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
-        places = to_float64(x) if self.extension is None else to_float64(x) / self.extension.factor
-        total = torch.einsum("...tc,hcij->...htij", places, to_float64(self.parameter, x.device))
+        positions = to_float64(x) if self.extension is None else to_float64(x) / self.extension.factor
+        total = torch.einsum("...tc,hcij->...htij", positions, to_float64(self.parameter, x.device))
         return Operators(cast_down(skew_exponential(total.contiguous()), dtype, x.device))
 
 
@@ -277,10 +277,10 @@ class _Stochastic(_Sided, ABC):
         if self.gate is None:
             return Matrices(codes)
         gate = to_float64(self.gate.parameter, x.device)  # [h d]
-        kept, noise = (-gate).sigmoid().sqrt(), to_float64(self.gate_noise, x.device) / self.out_features**0.5
-        passing = (gate.sigmoid().sqrt()[..., None] * noise).mT  # [h r d]
+        weight, noise = (-gate).sigmoid().sqrt(), to_float64(self.gate_noise, x.device) / self.out_features**0.5
+        shared = (gate.sigmoid().sqrt()[..., None] * noise).mT  # [h r d], for all positions
         return Matrices(
-            cast_down(kept, dtype, x.device)[:, None, None] * codes + cast_down(passing, dtype, x.device)[:, None]
+            cast_down(weight, dtype, x.device)[:, None, None] * codes + cast_down(shared, dtype, x.device)[:, None]
         )
 
 

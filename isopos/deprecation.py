@@ -1,11 +1,14 @@
 """Deprecated names: available for one version, with a warning that states the new name."""
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["former_argument", "former_property", "renamed"]
+__all__ = ["former_argument", "former_property", "renamed", "renamed_argument"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
@@ -36,6 +39,23 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(home), new)
 
     return __getattr__
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Function], Function]:
+    """A decorator for functions whose argument `new` was called `old`, as a keyword only."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def renaming(*arguments: Any, **options: Any) -> Any:
+            if old in options:
+                message = f"argument {old} is {new} now; the old name goes in the next version"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[new] = options.pop(old)
+            return function(*arguments, **options)
+
+        return renaming  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def former_argument(others: dict[str, Any], old: str, new: str, value: Any) -> Any:

@@ -68,8 +68,8 @@ class Coupling(ExactModule, ABC):
     def forward(self, *_: Any, **__: Any) -> Any:
         name = type(self).__name__
         raise TypeError(
-            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them apart, "
-            "or the arguments of attention, scheme.at(x); got encoding(x)"
+            f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them "
+            "differently, or scheme.at(x), the arguments of attention; got encoding(x)"
         )
 
     @abstractmethod
@@ -231,8 +231,8 @@ class Permutation(Encoding):
     def __init__(self, permutation: Tensor, *, length: int | None = None):
         super().__init__()
         maps = permutation[:, None] if permutation.ndim == 2 else permutation
-        places = torch.arange(maps.shape[-1], device=maps.device)
-        if maps.ndim != 3 or maps.is_floating_point() or not maps.sort(-1).values.eq(places).all():
+        every = torch.arange(maps.shape[-1], device=maps.device)
+        if maps.ndim != 3 or maps.is_floating_point() or not maps.sort(-1).values.eq(every).all():
             raise ValueError(
                 f"permutation: expected [h d] or [h c d] of 0 to d - 1, got {permutation.dtype} {list(maps.shape)}"
             )
@@ -242,7 +242,7 @@ class Permutation(Encoding):
                 raise ValueError(f"permutation: expected axes that commute, got {a} and {b} that do not")
         self.group = Line() if columns == 1 else Product((Line(),) * columns)
         self.features = self.out_features = features
-        # Cycles are laid out in a row. Entries: the feature at each position; for each feature the first position of its
+        # All cycles stand in a row of slots. Entries: the feature in each slot; for each feature the first slot of its
         # cycle, its rank in the cycle, and the cycle's length.
         table = torch.tensor([[_cycle_table(axis) for axis in head] for head in maps.tolist()], device="cpu")
         self.table = table.permute(2, 1, 0, 3).contiguous()  # [4 c h d]
@@ -251,8 +251,8 @@ class Permutation(Encoding):
         self.order = self.common_order = min(math.lcm(*axis) for axis in zip(*orders, strict=True))
         if length is not None and self.common_order < length:
             warnings.warn(
-                f"permutation: {self.common_order} positions are told apart, of {length} of the longest sequence; "
-                "choose another seed, more features or long_orders",
+                f"permutation: {self.common_order} positions are distinguished, fewer than the {length} of the longest "
+                "sequence; choose another seed, more features or long_orders",
                 stacklevel=2,
             )
 
@@ -264,12 +264,12 @@ class Permutation(Encoding):
         return Gather(parts[0] if len(parts) == 1 else torch.cat(parts, -2))
 
     def _index(self, cycles: Tensor, steps: Tensor) -> Tensor:
-        """Index ``[*b h t d]`` of the feature at each position, after steps ``[*b t c]`` in cycles ``[4 c h d]``."""
+        """Features ``[*b h t d]`` reached by steps ``[*b t c]`` along cycles ``[4 c h d]``."""
         feature, first, rank, length = cycles
         index = None
         for axis, taken in enumerate(steps[..., None, :, :].unbind(-1)):
-            place = first[axis, :, None] + (rank[axis, :, None] + taken[..., None]) % length[axis, :, None]
-            power = feature[axis, :, None].expand(*place.shape[:-1], -1).gather(-1, place)
+            slot = first[axis, :, None] + (rank[axis, :, None] + taken[..., None]) % length[axis, :, None]
+            power = feature[axis, :, None].expand(*slot.shape[:-1], -1).gather(-1, slot)
             index = power if index is None else index.gather(-1, power)
         assert index is not None
         return narrow_index(index, self.features)
@@ -277,7 +277,7 @@ class Permutation(Encoding):
 
 def _cycle_table(permutation: list[int]) -> list[list[int]]:
     table = feature_at, first, rank, length = [[0] * len(permutation) for _ in range(4)]
-    place = 0
+    slot = 0
     for start in range(len(permutation)):
         if length[start]:
             continue
@@ -285,8 +285,8 @@ def _cycle_table(permutation: list[int]) -> list[list[int]]:
         while (feature := permutation[cycle[-1]]) != start:
             cycle.append(feature)
         for n, feature in enumerate(cycle):
-            feature_at[place + n], first[feature], rank[feature], length[feature] = feature, place, n, len(cycle)
-        place += len(cycle)
+            feature_at[slot + n], first[feature], rank[feature], length[feature] = feature, slot, n, len(cycle)
+        slot += len(cycle)
     return table
 
 
@@ -309,9 +309,9 @@ def long_orders(features: int, heads: int = 1) -> Tensor:
         best: list[tuple[int, tuple[int, ...]]] = [(1, ())] * (features + 1)  # by features used: value, cycle lengths
         for prime in primes:
             powers = [prime**n for n in range(1, features) if prime**n <= features]
-            worth = {power: power * (math.lcm(common, power) // common if rows else 1) for power in powers}
+            gain = {power: power * (math.lcm(common, power) // common if rows else 1) for power in powers}
             best = [
-                max([best[used], *((best[used - p][0] * worth[p], (*best[used - p][1], p)) for p in powers if p <= used)])
+                max([best[used], *((best[used - p][0] * gain[p], (*best[used - p][1], p)) for p in powers if p <= used)])
                 for used in range(features + 1)
             ]
         lengths = best[features][1]
@@ -377,8 +377,8 @@ class Exponential(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         frequency, basis = spectrum(to_float64(self.parameter, x.device))
-        turned = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
-        return Chain(Matrix(cast_down(basis, dtype, x.device)), turned)
+        rotation = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
+        return Chain(Matrix(cast_down(basis, dtype, x.device)), rotation)
 
 
 class TreePath(Encoding):
@@ -480,7 +480,7 @@ class Partial(Encoding):
 
     Args:
         encoding: Acts on its number of features.
-        features: d, at least as many.
+        features: d, at least the encoding's number of features.
     """
 
     def __init__(self, encoding: Encoding, features: int):

@@ -16,8 +16,8 @@ from isopos.exact import ExactModule
 __all__ = ["COMPILED", "FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2"]
 __all__ += ["sides"]
 
-LARGEST = 30.0  # largest exponent of a feature of `Favor`
-LIFT = 20.0  # added to exponents of keys, which share one scale
+MAX_EXPONENT = 30.0  # of a feature of `Favor`
+KEY_EXPONENT = 20.0  # added to exponents of keys, which share one scale
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FeatureMap:
         return self.forward(x)
 
     def __hash__(self) -> int:
-        return hash(FeatureMap)  # of no field: the compiler of torch 2.11 hashes copies before it has set their fields
+        return hash(FeatureMap)  # uses no field: the compiler of torch 2.11 hashes copies before it sets their fields
 
 
 Phi: TypeAlias = Callable[[Tensor], Tensor]  # a `FeatureMap`, a `Favor`, or any other function of tensors
@@ -58,7 +58,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {}
 def register(feature_map: FeatureMap) -> FeatureMap:
     """Add a feature map to `FEATURE_MAPS`; ValueError if its name is taken."""
     if feature_map.name in (*FEATURE_MAPS, "auto", "favor"):  # names reserved by schemes
-        raise ValueError(f"name: expected one that no feature map has, got {feature_map.name!r}; choose another")
+        raise ValueError(f"name: expected a new name, got {feature_map.name!r}, which is taken; choose another")
     FEATURE_MAPS[feature_map.name] = feature_map
     return feature_map
 
@@ -70,7 +70,7 @@ def _elu1(x: Tensor) -> Tensor:
         >>> elu1(torch.tensor([-1.0, 0.0, 2.0])).tolist()
         [0.3678..., 1.0, 3.0]
     """
-    return x.masked_fill(x > 0, 0).exp() + x.relu()  # the derivative at 0 is 1; that of clamp_max is 0 from torch 2.15 on
+    return x.masked_fill(x > 0, 0).exp() + x.relu()  # has the derivative 1 at 0; clamp_max has 0 from torch 2.15 on
 
 
 def _write_elu1(x: Tensor, out: Tensor, scratch: Tensor) -> None:
@@ -171,7 +171,7 @@ class Favor(ExactModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Positive features ``[*b h t m]`` of x ``[*b h t d]``, in x's dtype: the estimator itself."""
-        return self._exponent(x).clamp_max(LARGEST).exp() / self.out_features**0.5
+        return self._exponent(x).clamp_max(MAX_EXPONENT).exp() / self.out_features**0.5
 
     def query(self, x: Tensor) -> Tensor:
         """Features of queries, scaled so that the largest feature of each query is 1."""
@@ -180,7 +180,7 @@ class Favor(ExactModule):
 
     def key(self, x: Tensor) -> Tensor:
         """Features of keys, scaled by e^20."""
-        return self._exponent(x).clamp_max(LARGEST).add(LIFT).exp()
+        return self._exponent(x).clamp_max(MAX_EXPONENT).add(KEY_EXPONENT).exp()
 
     def _exponent(self, x: Tensor) -> Tensor:
         x = x * self.features**-0.25
@@ -188,7 +188,7 @@ class Favor(ExactModule):
 
 
 def sides(phi: Phi) -> tuple[Phi, Phi]:
-    """The feature map of queries and the feature map of keys."""
+    """The feature maps of queries and of keys."""
     return (FeatureMap("favor", phi.query), FeatureMap("favor", phi.key)) if isinstance(phi, Favor) else (phi, phi)
 
 

@@ -1,4 +1,4 @@
-"""Encodings by skew generators of special form, whose exponentials cost less than those of dense d x d matrices.
+"""Encodings by skew generators of special form, with cheaper exponentials than dense d x d matrices.
 
 Commuting skew matrices rotate the same planes, so the exponential of their sum over the axes of a grid is one rotation in
 one basis: rho(x) = exp(sum_c x_c L_c) = P^T R(<w, x>) P.
@@ -122,8 +122,8 @@ class RankTwo(Encoding):
         Group Representational Position Encoding (Zhang et al. 2025), multiplicative GRAPE. https://arxiv.org/abs/2512.07805
 
     Examples:
-        >>> turned = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
-        >>> turned(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
+        >>> rho = RankTwo(torch.tensor([[torch.pi, 0.0, 0.0]]), torch.tensor([[0.0, 0.5, 0.0]]), learned=False)
+        >>> rho(torch.ones(1, 1))(torch.tensor([[[0.0, 1.0, 2.0]]])).round(decimals=6).abs().tolist()
         [[[1.0, 0.0, 2.0]]]
     """
 
@@ -144,7 +144,7 @@ class RankTwo(Encoding):
     def refusal(self, rule: Extension) -> str:
         if not rule.by_series:
             return ""
-        return f"expected linear, llama3 or longrope for a plane by itself, got {rule.name}, which goes by all of a head"
+        return f"expected linear, llama3 or longrope for a single plane, got {rule.name}, which needs all planes of a head"
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)

@@ -13,7 +13,7 @@ from isopos.catalog import at_least
 __all__ = ["edges", "graph"]
 
 DIGITS = 18  # digits of a node number that fit into int64
-MOST = 1 << 15  # nodes; their Laplacian takes 8 GiB
+MAX_NODES = 1 << 15  # their Laplacian takes 8 GiB
 
 
 def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int = 8, *, nodes: int | None = None) -> Tensor:
@@ -52,17 +52,17 @@ def graph(source: Tensor | Sequence[Sequence[int]] | str | Path | Any, axes: int
     count = largest + 1 if nodes is None else at_least("nodes", nodes, 2)
     if int(pairs.min()) < 0 or largest >= count:
         raise ValueError(f"graph: expected nodes from 0 to {count - 1}, got {int(pairs.min())} to {largest}")
-    if count > MOST:
+    if count > MAX_NODES:
         raise ValueError(
-            f"graph: expected at most {MOST:,} nodes, whose eigenvectors are as many numbers squared, got {count:,}; number "
-            "them from 0 on without gaps, or take parts of the graph"
+            f"graph: expected at most {MAX_NODES:,} nodes, since eigenvectors of n nodes are n x n numbers, got {count:,}; "
+            "number them from 0 on without gaps, or take parts of the graph"
         )
     adjacency = torch.zeros(count, count, dtype=torch.float64)
     adjacency[pairs[:, 0], pairs[:, 1]] = adjacency[pairs[:, 1], pairs[:, 0]] = 1
     adjacency.fill_diagonal_(0)
-    if (alone := int((~_reached(adjacency)).sum())) > 0:
+    if unreachable := int((~_reached(adjacency)).sum()):
         raise ValueError(
-            f"graph: expected a connected one, got {alone} of {count} nodes that no path joins with node 0; take its parts "
+            f"graph: expected a connected one, got {unreachable} of {count} nodes without a path to node 0; take its parts "
             "one by one"
         )
     vectors = torch.linalg.eigh(adjacency.sum(-1).diag() - adjacency).eigenvectors[:, 1 : axes + 1]
@@ -77,7 +77,7 @@ def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
     if hasattr(source, "nodes") and hasattr(source, "adjacency"):  # networkx
         rows = {node: row for row, node in enumerate(source.nodes())}
         if nodes not in (None, len(rows)):
-            raise ValueError(f"nodes: expected {len(rows)}, as many as the graph has, got {nodes}")
+            raise ValueError(f"nodes: expected {len(rows)}, the number of nodes of the graph, got {nodes}")
         pairs, nodes = torch.tensor([[rows[a], rows[b]] for a, b in source.edges()], dtype=torch.int64), len(rows)
     elif isinstance(source, str | Path):
         pairs = edges(source)
@@ -140,5 +140,5 @@ def edges(path: str | Path) -> Tensor:
                 raise ValueError(f"{path}, line {number}: expected numbers of at most {DIGITS} digits, got {large[:40]}...")
             pairs.append([int(word.lstrip("0") or "0") for word in words])
     if not pairs:
-        raise ValueError(f"{path}: expected a line an edge, two numbers of nodes, got none")
+        raise ValueError(f"{path}: expected one edge per line, two numbers of nodes, got none")
     return torch.tensor(pairs)

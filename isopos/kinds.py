@@ -123,16 +123,16 @@ def kind_of(attention: str = "linear", **values: Any) -> Linear | Softmax:
         Softmax(scale=0.5, locality=None, metric=None)
     """
     expect("attention", attention, KINDS)
-    made = {
+    kinds = {
         name: kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
         for name, kind in KINDS.items()
     }
-    for field in fields(made["softmax" if attention == "linear" else "linear"]):
+    for field in fields(kinds["softmax" if attention == "linear" else "linear"]):
         if (value := values.get(field.name, field.default)) == field.default:
             continue
         if attention == "linear":
             raise ValueError(f"{field.name}: expected softmax attention, whose logits it multiplies, got linear")
-        what = "False beside softmax attention, which has no feature map" if field.name == "inside" else ""
-        what = what or "no choice with softmax attention, which has its own"
-        raise ValueError(f"{field.name}: expected {what}, got {value!r}")
-    return made[attention]
+        if field.name == "inside":
+            raise ValueError("inside: expected False with softmax attention, which has no feature map, got True")
+        raise ValueError(f"{field.name}: expected no choice with softmax attention, which determines it, got {value!r}")
+    return kinds[attention]

@@ -34,18 +34,18 @@ class Extension(ABC):
 
     by_length: ClassVar[bool] = False  # whether it requires `trained`
     by_series: ClassVar[bool] = False  # whether a new frequency depends on the others of its head
-    whole_logits = False  # whether the attention factor also applies to features that pass
+    whole_logits = False  # whether the attention factor also applies to features that do not rotate
 
     def __post_init__(self) -> None:
         for field in fields(self):  # equal rules have equal reprs, with JSON types
             if field.name != "trained" and type(value := getattr(self, field.name)) is not bool and isinstance(value, Real):
                 object.__setattr__(self, field.name, float(value))
         if not 1 <= self.factor < math.inf:
-            raise ValueError(f"factor: expected a number from 1 on, how many times longer sequences are, got {self.factor}")
+            raise ValueError(f"factor: expected a ratio of sequence lengths of at least 1, got {self.factor}")
         if self.trained is not None:
             object.__setattr__(self, "trained", at_least("trained", self.trained, 2))
         elif self.by_length:
-            raise ValueError(f"trained: expected the number of positions in training, which {self.name} goes by, got none")
+            raise ValueError(f"trained: expected the number of positions in training, which {self.name} needs, got none")
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class Dynamic(Extension):
 
 @dataclass(frozen=True)
 class _ByParts(Extension, ABC):
-    """Interpolation by parts: fast pairs keep their speed, slow ones are s times slower, pairs between are in between."""
+    """Interpolation by parts: fast pairs keep their speed, slow pairs are s times slower, others are between."""
 
     by_length = True
 
@@ -258,16 +258,16 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
         [[[0.5, 0.5]]]
     """
     expect("extend", name, EXTENSIONS)
-    known = [field.name for field in fields(EXTENSIONS[name])]
-    if unknown := [option for option in options if option not in known]:
-        raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known)}")
+    names = [field.name for field in fields(EXTENSIONS[name])]
+    if unknown := [option for option in options if option not in names]:
+        raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], names)}")
     return EXTENSIONS[name](factor, trained, **options)
 
 
 def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the index of each speed, and the number of speeds.
 
-    For a geometric series indices are those of the pairs; otherwise they are positions on a logarithmic scale. Pairs with
+    For a geometric series an index is the number of the pair; otherwise it is a position on a logarithmic scale. Pairs with
     zero speed have the index of the slowest other pair.
     """
     slowest = speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)

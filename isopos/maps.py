@@ -86,7 +86,7 @@ class TokenMap(ABC):
 
     @property
     def linear(self) -> bool:
-        """Whether it and all maps in it have an `adjoint`."""
+        """Whether it and all its inner maps have an `adjoint`."""
         return self._has_adjoint and (not self._maps or all(part.linear for part in self._parts()))
 
     @property
@@ -95,7 +95,7 @@ class TokenMap(ABC):
         return self.cancels or (bool(self._maps) and any(part.needs_float32 for part in self._parts()))
 
     def part(self, slices: Slices) -> Self:
-        """The map restricted to some tokens of some heads and samples."""
+        """The map restricted to slices of tokens, heads and samples."""
         return self._changed(lambda tensor, dims: dims.part(tensor, slices)) if self._axes else self
 
     def tokens(self, start: int, stop: int) -> Self:
@@ -107,7 +107,7 @@ class TokenMap(ABC):
         return self if self.length is None else self.tokens(self.length - count, self.length)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors of the map, then those of the maps in it."""
+        """All tensors of the map, then all tensors of its inner maps."""
         for name, _ in self._tensors:
             if isinstance(value := getattr(self, name), Tensor):
                 yield value
@@ -131,30 +131,30 @@ class TokenMap(ABC):
         """Number of input features d; None if it maps any number."""
         return self._size("features", "features")
 
-    def _size(self, axis: str, of_part: str) -> int | None:
-        """The size of an axis of the first tensor that has it, or of the first map in it that has one."""
+    def _size(self, axis: str, attribute: str) -> int | None:
+        """The size of an axis of the first tensor that has it; otherwise the attribute of the first inner map with one."""
         for name, dims in self._tensors:
             if (position := getattr(dims, axis)) is not None and isinstance(value := getattr(self, name), Tensor):
                 return value.shape[position]
-        sizes = [getattr(part, of_part) for part in self._parts()]
+        sizes = [getattr(part, attribute) for part in self._parts()]
         return next((size for size in sizes if size is not None), None)
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers stored per token, without those that tokens share."""
+        """Numbers stored per token, without numbers shared by all tokens."""
         tensors = ((dims.tokens, getattr(self, name)) for name, dims in self._tensors)
         each = (x.numel() // max(1, x.shape[axis]) for axis, x in tensors if axis is not None and isinstance(x, Tensor))
         return sum(each) + sum(part.numbers_per_token for part in self._parts())
 
     @property
     def leading(self) -> torch.Size:
-        """Axes ``[*b h]`` of the map, which broadcast to those of its input."""
+        """Axes ``[*b h]`` of the map, which broadcast to the input's axes."""
         values = ((dims, getattr(self, name)) for name, dims in self._tensors)
         shapes = [dims.leading(value) for dims, value in values if isinstance(value, Tensor)]
         return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)
 
     def _parts(self) -> Sequence["TokenMap"]:
-        """The maps in it."""
+        """Its inner maps."""
         parts = []
         for name in self._maps:
             value = getattr(self, name)
@@ -162,7 +162,7 @@ class TokenMap(ABC):
         return parts
 
     def _changed(self, change: Callable[[Tensor, Axes], Tensor]) -> Self:
-        """The same map with `change` applied to all tensors, also of the maps in it, in the order of `tensors`."""
+        """The same map with `change` applied to all tensors, inner maps included, in the order of `tensors`."""
 
         def changed(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -212,9 +212,9 @@ class TokenMap(ABC):
             )
         if (out := self.fused(x)) is not None:
             return out
-        wide = x if x.dtype.itemsize >= 4 else x.float()
+        promoted = x if x.dtype.itemsize >= 4 else x.float()
         with full_precision(x.device):
-            return self.apply(wide).to(x.dtype)
+            return self.apply(promoted).to(x.dtype)
 
 
 class Isometry(TokenMap, ABC):
@@ -240,15 +240,15 @@ class Rotation(Isometry):
     lifted: bool = False
 
     def apply(self, x: Tensor) -> Tensor:
-        return (ops.lift if self.lifted else ops.rotate)(*self._wide(x))
+        return (ops.lift if self.lifted else ops.rotate)(*self._promoted(x))
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return (ops.unlift if self.lifted else ops.unrotate)(*self._wide(x))
+        return (ops.unlift if self.lifted else ops.unrotate)(*self._promoted(x))
 
     def fused(self, x: Tensor) -> Tensor | None:
         return ops.turned(x, self.table, lifted=self.lifted)
 
-    def _wide(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _promoted(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, self.table.dtype)
         return x.to(dtype), self.table.to(dtype)
 
@@ -315,17 +315,17 @@ class Plane(Isometry):
     table: Tensor = axes("*b h t f 2")  # one angle: f = 1
 
     def apply(self, x: Tensor) -> Tensor:
-        return self._turned(x, 1)
+        return self._rotated(x, 1)
 
     def adjoint(self, x: Tensor) -> Tensor:
-        return self._turned(x, -1)
+        return self._rotated(x, -1)
 
-    def _turned(self, x: Tensor, sense: int) -> Tensor:
+    def _rotated(self, x: Tensor, sign: int) -> Tensor:
         dtype = torch.promote_types(x.dtype, self.table.dtype)
         x, u, v = x.to(dtype), self.u.to(dtype), self.v.to(dtype)
         cos, sin = self.table.to(dtype).unbind(-1)
-        a, b, less, sin = (x * u).sum(-1, keepdim=True), (x * v).sum(-1, keepdim=True), cos - 1, sense * sin
-        return x + (less * a + sin * b) * u + (less * b - sin * a) * v
+        a, b, cos1, sin = (x * u).sum(-1, keepdim=True), (x * v).sum(-1, keepdim=True), cos - 1, sign * sin
+        return x + (cos1 * a + sin * b) * u + (cos1 * b - sin * a) * v
 
 
 class OnPairs(Isometry):
@@ -541,6 +541,11 @@ class Mapped(TokenMap):
 
     def apply(self, x: Tensor) -> Tensor:
         return self.phi(self.first.apply(x))
+
+
+def pair(maps: Any) -> tuple[TokenMap, TokenMap]:
+    """The maps of queries and keys: a pair of maps, or one map for both."""
+    return maps if isinstance(maps, tuple) else (maps, maps)
 
 
 def rescaled(part: TokenMap, factor: float) -> TokenMap:

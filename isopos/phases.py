@@ -21,14 +21,14 @@ from isopos.ops.rotate import rotation_table
 
 __all__ = ["ContentPhase", "ForgetGate", "SelectiveRotation", "cumulative", "with_phases"]
 
-LEAST = -1000.0  # smallest log gate: exp(-1000) is zero in every dtype, and long sums keep precision
+MIN_LOG_GATE = -1000.0  # exp(-1000) is zero in every dtype, and long sums keep precision
 
 
 class ContentPhase(ExactModule, ABC):
     """Base class: steps computed from <w, k> + b by `steps`, with parameters w ``[h c d]`` and b ``[h c]``.
 
-    k is the head's key before feature map and encoding, so that layers that share a scheme have different steps. A key is k
-    = W x for a layer's input x, and <w, k> = <W^T w, x> is a linear function of it, as in the papers. w is initially zero.
+    k is the head's key before feature map and encoding, so layers that share a scheme have different steps. For a layer's
+    input x, the key is k = W x, and <w, k> = <W^T w, x> is linear in x, as in the papers. w is initially zero.
 
     Args:
         features: d of keys.
@@ -84,7 +84,7 @@ class ForgetGate(ContentPhase):
         super().__init__(features, torch.zeros(heads, 1, device="cpu", dtype=torch.float64))
 
     def steps(self, content: Tensor) -> Tensor:
-        return F.logsigmoid(content).clamp_min(LEAST)
+        return F.logsigmoid(content).clamp_min(MIN_LOG_GATE)
 
 
 class SelectiveRotation(ContentPhase):
@@ -105,14 +105,14 @@ class SelectiveRotation(ContentPhase):
         https://arxiv.org/abs/2511.17388
 
     Examples:
-        >>> turn = SelectiveRotation(4, 1, torch.tensor([1.0, 0.1], dtype=torch.float64))
-        >>> turn(torch.randn(1, 3, 4)).cumsum(-2).tolist()
+        >>> rotation = SelectiveRotation(4, 1, torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> rotation(torch.randn(1, 3, 4)).cumsum(-2).tolist()
         [[[1.0, 0.1], [2.0, 0.2], [3.0, 0.30000000000000004]]]
     """
 
     def __init__(self, features: int, heads: int, frequency: Tensor):
         if 2 * len(frequency) != features:
-            raise ValueError(f"frequency: expected one of each pair of {features} features, got {len(frequency)}")
+            raise ValueError(f"frequency: expected one for each pair of {features} features, got {len(frequency)}")
         super().__init__(features, torch.ones(heads, len(frequency), device="cpu", dtype=torch.float64))
         self.frequency = constant(frequency)
 

@@ -12,7 +12,7 @@ from isopos.positions import Group
 
 __all__ = ["Projective", "cameras"]
 
-WORST = 1e4  # condition numbers from here on make float32 tables lose more than 6e-4
+MAX_CONDITION = 1e4  # with larger condition numbers, float32 tables lose more than 6e-4
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Projective(Group):
 
     def arrange(self, t: int) -> Tensor:
         """On a circle, evenly around a point that all cameras see."""
-        turn = 2 * math.pi / max(t, 1) * torch.arange(t, dtype=torch.float64)
-        rows = torch.stack((turn.cos(), 0 * turn, -turn.sin(), turn.sin(), 0 * turn, turn.cos()), -1).view(t, 2, 3)
+        angle = 2 * math.pi / max(t, 1) * torch.arange(t, dtype=torch.float64)
+        rows = torch.stack((angle.cos(), 0 * angle, -angle.sin(), angle.sin(), 0 * angle, angle.cos()), -1).view(t, 2, 3)
         pose = torch.eye(4, dtype=torch.float64).repeat(t, 1, 1)
         pose[:, :3, 0], pose[:, :3, 2], pose[:, :3, 3] = rows[:, 0], rows[:, 1], -rows[:, 1]
         return cameras(pose)
@@ -55,16 +55,16 @@ class Projective(Group):
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """log(1 + |x^-1 y - I|), or the same for y^-1 x if larger: a metric, invariant to the frame of the world."""
         a, b = _matrices(x)[..., :, None, :, :], _matrices(y)[..., None, :, :, :]
-        ways = _inverses(_matrices(x))[..., :, None, :, :] @ b, _inverses(_matrices(y))[..., None, :, :, :] @ a
+        relative = _inverses(_matrices(x))[..., :, None, :, :] @ b, _inverses(_matrices(y))[..., None, :, :, :] @ a
         unit = torch.eye(4, dtype=torch.float64, device=a.device)
-        return torch.stack([(way - unit).norm(dim=(-1, -2)).log1p() for way in ways]).amax(0)
+        return torch.stack([(matrix - unit).norm(dim=(-1, -2)).log1p() for matrix in relative]).amax(0)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Cameras within about one step of the origin, with focal lengths about one."""
         draw = torch.randn(*shape, 3, 5, generator=generator, dtype=torch.float64)
         pose = torch.eye(4, dtype=torch.float64).repeat(*shape, 1, 1)
-        turned = torch.linalg.qr(draw[..., :3]).Q
-        pose[..., :3, :3], pose[..., :3, 3] = turned * torch.linalg.det(turned)[..., None, None], draw[..., 3] / 2
+        rotation = torch.linalg.qr(draw[..., :3]).Q
+        pose[..., :3, :3], pose[..., :3, 3] = rotation * torch.linalg.det(rotation)[..., None, None], draw[..., 3] / 2
         K = torch.diag_embed(torch.exp(draw[..., 4] / 4))
         return cameras(pose, K / K[..., 2:, 2:])
 
@@ -85,7 +85,7 @@ def cameras(
     size: tuple[float, float] | None = None,
     patches: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Positions of cameras, of `Projective`, or of the patches of their images, of `isopos.prope`: float64.
+    """Positions of cameras for `Projective`, or of the patches of their images for `isopos.prope`: float64.
 
     A camera is pose K^-1, row by row: the inverse of its projection K pose^-1 of the world, with K extended to 4 x 4. Scores
     are the same in any frame of the world, up to rounding; for float32, choose an origin near the cameras and units of their
@@ -119,14 +119,13 @@ def cameras(
             raise ValueError(f"intrinsics: expected [3 3] or {[*pose.shape[:-2], 3, 3]}, got {list(K.shape)}")
         matrix = matrix @ torch.linalg.inv(torch.nn.functional.pad(K, (0, 1, 0, 1)) + _corner(K))
     elif size is not None:
-        raise ValueError("size: expected none without intrinsics, whose unit it is, got one")
+        raise ValueError("size: expected None without intrinsics, which it rescales, got a size")
     rows = matrix.flatten(-2)
     if patches is None:
         return rows
-    high, across = (at_least("patches", number) for number in patches)
-    place = torch.stack(torch.meshgrid(*(torch.arange(n, device=pose.device) for n in (high, across)), indexing="ij"), -1)
-    place = place.flatten(0, 1).double().expand(*rows.shape[:-1], -1, -1)
-    return torch.cat((rows[..., None, :].expand(*place.shape[:-1], -1), place), -1).flatten(-3, -2)
+    axes = [torch.arange(at_least("patches", count), device=pose.device) for count in patches]
+    patch = torch.cartesian_prod(*axes).double().expand(*rows.shape[:-1], -1, -1)
+    return torch.cat((rows[..., None, :].expand(*patch.shape[:-1], -1), patch), -1).flatten(-3, -2)
 
 
 def _check_pose(pose: Tensor) -> None:
@@ -139,7 +138,8 @@ def _check_pose(pose: Tensor) -> None:
     rotation, corner = exact[..., :3, :3], torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=pose.device)
     if not exact.isfinite().all() or not (exact[..., 3, :] - corner).abs().max() < 1e-6:
         raise ValueError(
-            "pose: expected finite matrices whose last row is (0, 0, 0, 1), got others; transposed ones need .mT"
+            "pose: expected finite matrices with the last row (0, 0, 0, 1), got other ones; transpose with .mT if it is the "
+            "last column"
         )
     error = (rotation @ rotation.mT - corner.new_ones(3).diag()).abs().amax((-1, -2))
     if not error.max() < 1e-3:
@@ -151,8 +151,8 @@ def _check_pose(pose: Tensor) -> None:
     if (mirrored := torch.linalg.det(rotation) < 0).any():
         where = ", ".join(map(str, mirrored.nonzero()[0].tolist()))
         raise ValueError(
-            f"pose: expected rotations, of determinant 1, got a reflection, of determinant -1, in camera {where}; turn an "
-            "axis of its coordinates round, all of them alike"
+            f"pose: expected rotations, of determinant 1, got a reflection, of determinant -1, in camera {where}; reverse "
+            "the same axis of coordinates in all cameras"
         )
 
 
@@ -167,8 +167,8 @@ def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
     focal = exact.diagonal(dim1=-2, dim2=-1)[..., :2]
     if not exact.isfinite().all() or not (lower == 0).all() or not (focal > 0).all():
         raise ValueError(
-            "intrinsics: expected [fx s cx; 0 fy cy; 0 0 1] with positive focal lengths, got others; transposed ones need "
-            ".mT"
+            "intrinsics: expected [fx s cx; 0 fy cy; 0 0 1] with positive focal lengths, got other matrices; transpose with "
+            ".mT if they are [fx 0 0; s fy 0; cx cy 1]"
         )
     if size is None:
         return K
@@ -193,12 +193,12 @@ def _inverses(matrix: Tensor) -> Tensor:
         return torch.linalg.inv(matrix)
     inverse, info = torch.linalg.inv_ex(matrix)
     size = (matrix.detach().norm(dim=(-1, -2)) * inverse.detach().norm(dim=(-1, -2))).where(info == 0, torch.inf)
-    if not (size < WORST).all():
-        row = (~(size < WORST)).nonzero()[0].tolist()
+    if not (size < MAX_CONDITION).all():
+        row = (~(size < MAX_CONDITION)).nonzero()[0].tolist()
         raise ValueError(
-            f"positions: expected invertible 4 x 4 matrices g with |g| |g^-1| below {WORST:,.0f}, from which on float32 "
-            f"loses scores, got {size[tuple(row)]:.3g} in row {', '.join(map(str, row))}; put the world's origin near the "
-            "cameras, in units of their distances"
+            f"positions: expected invertible 4 x 4 matrices g with |g| |g^-1| below {MAX_CONDITION:,.0f}, as float32 scores "
+            f"need, got {size[tuple(row)]:.3g} in row {', '.join(map(str, row))}; put the world's origin near the cameras, "
+            "in units of their distances"
         )
     return inverse
 

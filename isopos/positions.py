@@ -1,7 +1,7 @@
 """Groups of positions, and the tensors that hold their elements.
 
 A position is one row of an integer tensor ``[*b t c]`` with c coordinates: one for a line or a ring, two for a tree (the row
-of the node's parent and the branch taken there), and for a product those of all parts, concatenated. Batch axes give each
+of the node's parent and the branch taken there), and for a product the coordinates of all parts. Batch axes give each
 sample its own positions; for decoding and cross-attention an encoding is evaluated at another tensor.
 """
 
@@ -70,7 +70,7 @@ class Group(ABC):
         """The products x_i y_i of two tensors of elements ``[*b t c]``; a single row is combined with all rows of the other.
 
         The last t rows are the products; for trees, rows of their prefixes precede them. Operands may also contain such
-        rows, so trees are paired from the last row on, as many rows as the shorter operand has.
+        rows, so trees are paired from the last row back, up to the length of the shorter operand.
         """
 
     @abstractmethod
@@ -237,21 +237,21 @@ class Tree(Group):
     def compose(self, x: Tensor, y: Tensor) -> Tensor:
         """The word of x_i followed by the word of y_i, after the rows of x and rows for the prefixes of the new words."""
         x, y, t = _paired(x, y)
-        rows, here = x.shape[-2], torch.arange(t, device=x.device)
+        rows, pairs = x.shape[-2], torch.arange(t, device=x.device)
         up, branch, last = parents_of(y), y[..., 1].flatten(), slice(y.shape[-2] - t, None)
         depth, node = depths(y)[..., last], torch.arange(len(up), device=y.device).view(y.shape[:-1])[..., last]
         longest = max(1, int(depth.max())) if depth.numel() else 1
         steps = []
         for k in reversed(range(longest)):  # t rows at a time, from the products to their shortest prefixes
-            left = depth - (longest - 1 - k)  # letters of y_i in them; unused rows are roots
-            parent = torch.where(left > 1, rows + (k - 1) * t + here, rows - t + here)
-            steps.append(torch.where(left[..., None] > 0, torch.stack((parent, branch[node]), -1), -1))
+            remaining = depth - (longest - 1 - k)  # letters of y_i in them; unused rows are roots
+            parent = torch.where(remaining > 1, rows + (k - 1) * t + pairs, rows - t + pairs)
+            steps.append(torch.where(remaining[..., None] > 0, torch.stack((parent, branch[node]), -1), -1))
             node = up[node]
         steps[0] = torch.where(depth[..., None] > 0, steps[0], x[..., rows - t :, :])
         return torch.cat((x, *reversed(steps)), -2)
 
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rows of x, then y as a subtree of the last of them."""
+        """The rows of x, then y as a subtree of the last row."""
         x, y = _one_batch(x, y)
         subtree = renumber(y, (0,), lambda parent: parent + x.shape[-2])
         return torch.cat((x, torch.where(y[..., :1] < 0, x[..., -1:, :], subtree)), -2)
@@ -287,7 +287,7 @@ class Tree(Group):
         if torch.compiler.is_compiling():
             return
         if x.is_meta:
-            raise ValueError("positions: expected rows of trees that can be read, got a tensor on meta, which holds none")
+            raise ValueError("positions: expected rows of trees with values, got a tensor on the meta device")
         n, (parent, branch) = x.shape[-2], x.unbind(-1)
         for wrong, expected, remedy in (
             ((x < -1).any(-1) | ((parent < 0) != (branch < 0)), "roots (-1, -1)", "pad with -1 in both columns"),

@@ -1,4 +1,4 @@
-"""A scheme: all choices of attention about positions, as one module. `isopos.schemes` has the named ones."""
+"""A scheme: all choices of attention that concern positions, as one module. `isopos.schemes` has the named ones."""
 
 import hashlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from isopos.exact import ExactModule, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
-from isopos.maps import Adjoint, Mapped, TokenMap, rescaled
+from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -70,12 +70,12 @@ class Arguments(dict[str, Any]):
             ...     for n, layer in enumerate(layers):
             ...         y, states[n] = layer(y, at.of(states[n]), causal=True, return_state=True)
         """
-        if (own := self.get("state")) is None:
-            raise ValueError("state: expected arguments of a stream, scheme.at(x, state=...), got those of whole sequences")
-        return Arguments(self | {"state": state.stamped(own.fingerprint, own["positions"])})
+        if (evaluated := self.get("state")) is None:
+            raise ValueError("state: expected arguments of a stream, scheme.at(x, state=...), got arguments without a state")
+        return Arguments(self | {"state": state.stamped(evaluated.fingerprint, evaluated["positions"])})
 
     def _refuse(self, *arguments: Any, **named: Any) -> Never:
-        raise TypeError("arguments: expected no change of what a scheme gave; arguments | {...} is a dict with others")
+        raise TypeError("arguments: expected no change, since layers share them; arguments | {...} returns a changed dict")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Arguments, (dict(self),)
@@ -89,7 +89,7 @@ class Arguments(dict[str, Any]):
 
 
 class Scheme(nn.Module):
-    """All choices of attention about positions, for `linear_attention` or `softmax_attention`.
+    """All choices of attention that concern positions, for `linear_attention` or `softmax_attention`.
 
     ``scheme(q, k, v, x, causal=True)`` applies everything: the attention function at positions x with isometries, decay,
     terms, feature map and denominator, and a norm of the output if there is no denominator. An `embedding` must be added to
@@ -149,9 +149,10 @@ class Scheme(nn.Module):
         kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
         if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
-        own = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
+        log_decay = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
-        self.decay, self.forget = own if isinstance(own, Decay) else None, own if isinstance(own, ForgetGate) else None
+        self.decay = log_decay if isinstance(log_decay, Decay) else None
+        self.forget = log_decay if isinstance(log_decay, ForgetGate) else None
         self.turn, self.width = turn, width
         self.scale, self.locality, self.metric, self.inside = kind.scale, kind.locality, kind.metric, kind.inside
         self.extension: Extension | None = None
@@ -170,7 +171,7 @@ class Scheme(nn.Module):
         }
 
     def _check_parts(self) -> None:
-        """ValueError for parts that do not fit together."""
+        """Raise ValueError for parts that do not fit together."""
         group = self.group
         if self.decay is not None and not isinstance(group, Line):
             raise ValueError(f"decay: expected 'none', since a log decay needs positions on a line, not of {group}")
@@ -184,8 +185,8 @@ class Scheme(nn.Module):
                 )
         if self.turn is not None and not self.encoding.is_trivial:
             raise ValueError(
-                f"turn: expected none beside {type(self.encoding).__name__}, with whose maps selective rotation need not "
-                "commute, got one; encodings.Identity has no map of its own"
+                f"turn: expected None with {type(self.encoding).__name__}, whose maps need not commute with selective "
+                "rotation, got one; use encodings.Identity, which maps nothing"
             )
         if self.metric is not None and not group.is_grid:
             raise ValueError(
@@ -196,11 +197,10 @@ class Scheme(nn.Module):
         if self.transport and (self.inside or self.width != 1 or self.encoding.features != self.encoding.out_features):
             name = type(self.encoding).__name__
             raise ValueError(
-                f"transport: expected False beside {name}, whose maps do not return as many features as values have, "
-                "got True"
+                f"transport: expected False with {name}, whose maps do not return as many features as values have, got True"
             )
         if self.inside and self.bias is not None:
-            raise ValueError("inside: expected False beside a relative bias, got True")
+            raise ValueError("inside: expected False with a relative bias, got True")
         bias = self.bias
         if bias is not None and (bias.group.columns != group.columns or bias.heads not in (1, self.heads)):
             raise ValueError(
@@ -208,7 +208,7 @@ class Scheme(nn.Module):
             )
 
     def _check_linear(self, kind: Linear) -> None:
-        """ValueError for combinations that linear attention does not support."""
+        """Raise ValueError for combinations that linear attention does not support."""
         name = type(self.encoding).__name__
         if kind.denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
             raise ValueError(
@@ -219,7 +219,7 @@ class Scheme(nn.Module):
         if not self.bias.is_linear:
             raise ValueError(f"bias: expected ClippedKeys in linear attention, got {type(self.bias).__name__}: use softmax")
         if not self.decay is self.forget is None:
-            raise ValueError("decay: expected 'none' beside clipped keys, whose far offsets share one sum")
+            raise ValueError("decay: expected 'none' with clipped keys, whose far offsets share one sum")
 
     def extra_repr(self) -> str:
         choices = ", ".join(f"{name}={choice}" for name, choice in self.choices.items())
@@ -247,7 +247,7 @@ class Scheme(nn.Module):
 
     @property
     def sharpness(self) -> float:
-        """Factor of softmax logits from the extension, besides their scale; 1 if it applies to rotated features instead."""
+        """Factor of softmax logits from the extension, next to their scale; 1 if it applies to rotated features instead."""
         return 1.0 if self.extension is None or self._rotates_apart(self.extension) else self.extension.attention_factor**2
 
     @property
@@ -328,7 +328,7 @@ class Scheme(nn.Module):
     def feature_map(self) -> Phi:
         """phi of linear attention."""
         if self.attention == "softmax":
-            raise AttributeError("feature_map: expected a scheme of linear attention, got one of softmax, which has none")
+            raise AttributeError("feature_map: expected a scheme of linear attention, got softmax, which has none")
         return FEATURE_MAPS[self.choices["feature_map"]] if self.favor is None else self.favor
 
     @property
@@ -370,11 +370,11 @@ class Scheme(nn.Module):
             options: Options of `linear_attention` or `softmax_attention`, which override the scheme's: causal, mask, ...
         """
         if "return_state" in options:
-            raise TypeError("return_state: a scheme that is given a state returns the next one; pass state=isopos.State()")
+            raise TypeError("return_state: a scheme called with a state returns the next one; pass state=isopos.State()")
         attend: Any = softmax_attention if self.attention == "softmax" else linear_attention
         at = self.at(x, x_key, state=state, dtype=torch.promote_types(q.dtype, torch.float32))
-        found = attend(q, k, v, **at | options, return_state=state is not None)
-        y, *after = found if state is not None else (found,)
+        out = attend(q, k, v, **at | options, return_state=state is not None)
+        y, *after = out if state is not None else (out,)
         y = F.layer_norm(y, y.shape[-1:]) if self.normalised else y
         return (y, *after) if after else y
 
@@ -401,36 +401,36 @@ class Scheme(nn.Module):
             return self._continued(x, x_key, state, dtype)
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
         if evaluated is not None:
-            first, second = (a if isinstance(a := one["isometry"], tuple) else (a, a) for one in evaluated)
-            rho: Any = (first[0], second[1])
+            at_x, at_y = evaluated
+            rho: Any = (pair(at_x["isometry"])[0], pair(at_y["isometry"])[1])
         else:
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
-        found: dict[str, Any] = {"isometry": rho, "decay": None}
+        arguments: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.transport and evaluated is not None:
-            found["transport"] = (evaluated[1]["transport"][0], evaluated[0]["transport"][1])
+            arguments["transport"] = (evaluated[1]["transport"][0], evaluated[0]["transport"][1])
         elif self.transport:
-            found["transport"] = _transport(*(rho if isinstance(rho, tuple) else (rho, rho)))
+            arguments["transport"] = _transport(*pair(rho))
         if self.decay is not None:
-            found["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
+            arguments["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
         if phases := self.phases:
-            found["phases"] = phases
+            arguments["phases"] = phases
         if self.bias is not None:
-            found["terms"] = self.bias(x, y, dtype)
+            arguments["terms"] = self.bias(x, y, dtype)
         if self.attention == "softmax":
-            found["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
+            arguments["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if (factor := self.rotary_factor) != 1 and evaluated is None:
-                made: Any = [rescaled(one, factor) for one in (rho if isinstance(rho, tuple) else (rho,))]
-                found["isometry"] = tuple(made) if len(made) > 1 else made[0]
+                both = isinstance(rho, tuple)
+                arguments["isometry"] = tuple(rescaled(side, factor) for side in rho) if both else rescaled(rho, factor)
             if self.locality is not None:
-                found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
-            return Arguments(found)
+                arguments["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
+            return Arguments(arguments)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside and evaluated is None:
-            both = sides(undivided(phi) if self.normalised else phi)
-            found["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, both, strict=True))
-        found["feature_map"] = None if self.inside else phi
-        return Arguments(found, denominator=None if denominator == "none" else denominator)
+            maps = sides(undivided(phi) if self.normalised else phi)
+            arguments["isometry"] = tuple(Mapped(side, phi) for side, phi in zip(rho, maps, strict=True))
+        arguments["feature_map"] = None if self.inside else phi
+        return Arguments(arguments, denominator=None if denominator == "none" else denominator)
 
     def _distance(self, x: Tensor, y: Tensor) -> Tensor:
         """Distance for locality between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
@@ -439,30 +439,28 @@ class Scheme(nn.Module):
         return (to_float64(x).unsqueeze(-2) - to_float64(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
-        """`at` for the next tokens of a stream; the state keeps their positions where later tokens need them."""
+        """`at` for the next tokens of a stream; the state keeps their positions if later tokens need them."""
         if x_key is not None:
             raise ValueError("x_key: expected none in a stream, whose keys are at the positions of its queries")
         expect_state(state)
-        Group.check(self.group, x)  # columns and dtypes; whether nodes have parents is seen with all nodes
+        Group.check(self.group, x)  # columns and dtypes only; parents are checked with all nodes
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
-        own = state.stamped(self.fingerprint, None)
-        old = state["positions"]
-        places = x if old is None else torch.cat((old.expand(*x.shape[:-2], *old.shape[-2:]), x), -2)
+        past, state = state["positions"], state.stamped(self.fingerprint, None)
+        positions = x if past is None else torch.cat((past.expand(*x.shape[:-2], *past.shape[-2:]), x), -2)
         rows, new = self.group.refers_to_rows, x.shape[-2]
         quadratic = self.attention == "softmax" and (self.bias is not None or self.locality is not None)
         if not rows and not quadratic:
-            return Arguments(self.at(x, dtype=dtype), state=own)
-        found = self.at(places, dtype=dtype) if rows else self.at(x, places, dtype=dtype)
-        rho, decay = found["isometry"], found["decay"]
-        query, key = rho if isinstance(rho, tuple) else (rho, rho)
+            return Arguments(self.at(x, dtype=dtype), state=state)
+        arguments = self.at(positions, dtype=dtype) if rows else self.at(x, positions, dtype=dtype)
+        (query, key), decay = pair(arguments["isometry"]), arguments["decay"]
         changes: dict[str, Any] = {"isometry": (query.last(new), key.last(new))}
         if self.transport:
-            changes["transport"] = tuple(part.last(new) for part in found["transport"])
+            changes["transport"] = tuple(part.last(new) for part in arguments["transport"])
         if rows and self.locality is not None:
-            changes["locality"] = found["locality"][..., places.shape[-2] - new :, :]
+            changes["locality"] = arguments["locality"][..., positions.shape[-2] - new :, :]
         changes["decay"] = decay[0] if isinstance(decay, tuple) else decay
-        return Arguments(found | changes, state=own.stamped(self.fingerprint, places))
+        return Arguments(arguments | changes, state=state.stamped(self.fingerprint, positions))
 
 
 def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:

@@ -1,7 +1,7 @@
 """The grammar of schemes and options as text, with one parser. Errors name the position of the wrong character.
 
     scheme   name, or name:option=value,option=value
-    layers   scheme+scheme*3: each for one layer, or for as many as the number after *; the pattern repeats
+    layers   scheme+scheme*3: each for one layer, or for the number of layers after *; the pattern repeats
     schemes  layers,layers; a piece with "=" but without ":" is another option of the scheme before it
     sum      part+part: an option with several values, such as ring4+tree2 or 1+1.2+2.5
     entry    NAME=VALUE
@@ -17,7 +17,7 @@ from isopos.catalog import CATALOG
 
 __all__ = ["Piece", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
 
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Piece:
     def split(self, sign: str) -> "list[Piece]":
         """The pieces between signs, including empty ones."""
         ends = [self.start - 1, *(n for n in range(self.start, self.stop) if self.whole[n] == sign), self.stop]
-        return [self.part(left + 1, right) for left, right in itertools.pairwise(ends)]
+        return [self.part(start + 1, stop) for start, stop in itertools.pairwise(ends)]
 
     def cut(self, sign: str) -> "tuple[Piece, Piece | None]":
         """The pieces before and after the first sign; the second is None if there is no sign."""
@@ -84,7 +84,7 @@ class Piece:
             raise self.wrong(expected) from None
 
     def wrong(self, expected: str) -> ValueError:
-        """An error that says what was expected, what the piece is, and where."""
+        """An error with the expected form, the piece, and its position."""
         where = "" if self.text == self.whole.strip() else f" at character {self.start + 1} of {self.whole!r}"
         return ValueError(f"{self.what}: expected {expected}, got {self.text!r}{where}")
 
@@ -111,12 +111,12 @@ def parse_schemes(text: str) -> list[str]:
         else:
             specs.append(piece.text)
     if not specs:
-        raise ValueError("schemes: expected at least one name, got none; isopos list shows them")
+        raise ValueError("schemes: expected at least one name, got none; isopos list prints them")
     return specs
 
 
 def of_layers(spec: str) -> list[str]:
-    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for as many as the number after *.
+    """The scheme of each layer of a pattern: schemes joined by +, each for one layer or for the number of layers after *.
 
     A + is part of an option's value if no name of a scheme follows it.
 
@@ -141,7 +141,7 @@ def _layers(pattern: Piece) -> list[tuple[Piece, int]]:
     for layer in joined:
         *schemes, count = layer.split("*")
         if schemes:
-            number = count.whole_number(f"a number of layers after *, at most {MOST_LAYERS:,}", 1, MOST_LAYERS)
+            number = count.whole_number(f"a number of layers after *, at most {MAX_LAYERS:,}", 1, MAX_LAYERS)
             counted.append((layer.part(layer.start, schemes[-1].stop), number))
         else:
             counted.append((layer, 1))
@@ -160,11 +160,11 @@ def map_spec(spec: str, change: Callable[[str], str]) -> str:
     """Apply a function to each scheme of a pattern.
 
     Examples:
-        >>> map_spec("rope*3+none", lambda one: one + ":attention=softmax")
+        >>> map_spec("rope*3+none", lambda scheme: scheme + ":attention=softmax")
         'rope:attention=softmax*3+none:attention=softmax'
     """
-    runs = [(one, len([*same])) for one, same in itertools.groupby(of_layers(spec))]
-    return "+".join(change(one) + f"*{count}" * (count > 1) for one, count in runs)
+    runs = [(scheme, len([*same])) for scheme, same in itertools.groupby(of_layers(spec))]
+    return "+".join(change(scheme) + f"*{count}" * (count > 1) for scheme, count in runs)
 
 
 def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Streams: what attention keeps of the tokens it has seen, so that chunks and steps give what the whole sequence gives."""
+"""State of a stream: what attention keeps of past tokens, so that chunks and steps give the whole sequence's outputs."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ TEXTS = ("fingerprint", "kind")
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The tokens of a stream so far: sums of constant size for linear attention, a growing cache for softmax attention.
+    """Past tokens of a stream: sums of constant size for linear attention, a growing cache for softmax attention.
 
-    ``State()`` is a stream without tokens. Attention takes a state and returns the next; it changes none, so that several
-    continuations may start from one. Every layer has its own; layers that share a scheme evaluate it once a step, by
-    ``at = scheme.at(x, state=states[0])``, and take ``at.of(states[n])``.
+    ``State()`` is a stream without tokens. Attention takes a state and returns the next one; it changes no state, so several
+    continuations may start from the same one. Each layer has a separate state; layers that share a scheme evaluate it once
+    per step, by ``at = scheme.at(x, state=states[0])``, and use ``at.of(states[n])``.
 
     Args:
-        tensors: By name, batch axes first.
-        fingerprint: Of the scheme whose stream it is; empty for attention without a scheme.
-        kind: Of the attention that wrote it, with the shapes and dtype that must stay; empty at the start.
-        in_place: Without effect, and goes in the next version: `isopos.Stream` writes over its sums.
+        tensors: Tensors by name, batch axes first.
+        fingerprint: Fingerprint of the stream's scheme; empty for attention without a scheme.
+        kind: Kind of the attention that returned it, with the shapes and dtype that must not change; empty at the start.
+        in_place: Has no effect and goes in the next version: `isopos.Stream` overwrites its sums.
 
     Examples:
         >>> import isopos
@@ -51,7 +51,7 @@ class State:
     def __post_init__(self, in_place: bool) -> None:
         if in_place:
             warnings.warn(
-                "in_place has no effect on a State now, isopos.Stream writes over its sums; it goes in the next version",
+                "in_place has no effect on a State now, isopos.Stream overwrites its sums; it goes in the next version",
                 DeprecationWarning,
                 stacklevel=3,
             )
@@ -60,7 +60,7 @@ class State:
         return describe(self)
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """A tensor, or None where there is none yet."""
+        """The tensor with this name, or None."""
         return self.tensors.get(name)
 
     @property
@@ -69,13 +69,13 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def next(self, kind: str, **tensors: Tensor | None) -> "State":
-        """The state after some tokens; positions stay."""
-        known = (("positions", self["positions"]), *tensors.items())
-        new = {name: tensor for name, tensor in known if tensor is not None}
+        """The state with these tensors instead, except for positions."""
+        kept = {"positions": self["positions"]} | tensors
+        new = {name: tensor for name, tensor in kept.items() if tensor is not None}
         return State(MappingProxyType(new), self.fingerprint, kind)
 
     def check_kind(self, kind: str, batch: Sequence[int]) -> None:
-        """Raise ValueError where attention of another kind, or of other samples and heads, wrote this state."""
+        """Raise ValueError if this is a state of another kind of attention, or of other samples and heads."""
         if self.kind and self.kind != kind:
             raise ValueError(f"state: expected one of {kind}, got one of {self.kind}; a new stream starts with State()")
         sums = self["keys"] if self["sum0"] is None else self["sum0"]
@@ -86,29 +86,29 @@ class State:
             )
 
     def stamped(self, fingerprint: str, positions: Tensor | None) -> "State":
-        """The stream of a scheme, at more positions; ValueError where it is another scheme's."""
+        """The state of a scheme's stream with these positions; ValueError if it belongs to another scheme."""
         if self.fingerprint not in ("", fingerprint) or (self.kind and not self.fingerprint):
             raise ValueError(
                 "state: expected one of this scheme with these options, got another's, or one from before an extension, "
-                "whose keys have turned by other frequencies; start with State()"
+                "whose keys were rotated by other frequencies; start with State()"
             )
         old = {name: tensor for name, tensor in self.tensors.items() if name != "positions"}
         new = {} if positions is None else {"positions": positions}
         return replace(self, tensors=MappingProxyType(old | new), fingerprint=fingerprint)
 
     def reorder(self, index: Tensor) -> "State":
-        """The streams of samples `index`, int64 ``[n]``, along the first axis: beams that are kept, or repeated."""
+        """The streams of samples `index`, int64 ``[n]``, along the first axis, for example to keep or repeat beams."""
         shared = {name for name in ("positions", "places") if (x := self[name]) is not None and x.ndim == 2}
-        own = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}
-        return replace(self, tensors=MappingProxyType(own))
+        chosen = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}
+        return replace(self, tensors=MappingProxyType(chosen))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors without gradients, to be saved."""
+        """All fields as tensors without gradients, for saving."""
         texts = {name: torch.tensor(list(getattr(self, name).encode()), dtype=torch.uint8) for name in TEXTS}
         return {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()} | texts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and deep copies: of what `state_dict` holds."""
+        """Pickle and copy the contents of `state_dict`."""
         return State.from_state_dict, (self.state_dict(),)
 
     @classmethod
@@ -120,6 +120,6 @@ class State:
 
 
 def expect_state(state: object) -> None:
-    """Raise TypeError where an argument is no state."""
+    """Raise TypeError unless the argument is a State or None."""
     if not isinstance(state, State | None):
         raise TypeError(f"state: expected a State, got {type(state).__name__}; a new stream starts with State()")

@@ -1,4 +1,4 @@
-"""Streams of attention: a call takes the next token or chunk, checks each shape of call once, and keeps the sums."""
+"""Streams of attention: a call takes the next token or chunk; each shape of call is checked once; sums are kept."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,8 @@ from isopos.attention.checks import check_inputs, check_order
 from isopos.attention.linear import attended, sums_of
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, refuse
 from isopos.attention.softmax import softmax_attention
-from isopos.deprecation import former_argument
-from isopos.maps import Identity
+from isopos.deprecation import renamed_argument
+from isopos.maps import Identity, pair
 from isopos.ops.library import watched
 from isopos.ops.linear.cpu import CpuSteps
 from isopos.ops.linear.step import TorchSteps
@@ -22,42 +22,40 @@ from isopos.state import State, expect_state
 
 __all__ = ["Stream", "Tables"]
 
-AHEAD = 64  # tokens whose tables are made at once
-MOST = 1 << 24  # numbers that these may hold
-CHUNKS = 8  # shapes of chunks that a stream remembers
+AHEAD = 64  # tokens whose tables are evaluated at once
+TABLE_SIZE = 1 << 24  # maximum of numbers in these tables
+CHUNKS = 8  # maximum of planned chunk shapes per stream
 
-KNOWN = frozenset(LinearOptions.__annotations__)
+OPTIONS = frozenset(LinearOptions.__annotations__)
 TokenSteps = CpuSteps | TritonSteps | TorchSteps
 
 
 class Stream:
-    """The next tokens of a sequence: a call returns what causal attention gives them.
+    """Causal attention of a sequence token by token or chunk by chunk: a call returns the outputs of the next tokens.
 
     A call is ``linear_attention(q, k, v, **scheme.at(x, state=state), causal=True, return_state=True)``, or
     `softmax_attention`; the stream keeps the state. Linear attention without gradients, options and relative terms is
     checked once for each shape, dtype and device of a call, and later calls of that shape run a plan. For one token the plan
-    evaluates the scheme at 64 positions at once and writes over the sums in place: by one call of the CPU's kernel for what
-    it serves (`isopos.attention.explain`), of Triton's where it is asked for (`isopos.ops.gpu`), otherwise by a few
-    operations of PyTorch. Every other call is checked. All ways give the same numbers up to roundings, which an encoded
-    denominator near zero magnifies in every way of summing.
+    evaluates the scheme at 64 positions at once and updates the sums in place: by one call of the C kernel if it serves the
+    scheme (`isopos.attention.explain`), of the Triton kernel if it is enabled (`isopos.ops.gpu`), otherwise by a few PyTorch
+    operations. Every other call is checked. Results agree up to rounding, which any encoded denominator near zero magnifies.
 
     Parameters of the scheme must not change between calls. `Attention` and `Block` take a stream for `at`; `Decoder.steps`
-    holds one stream per layer. Copies and pickles continue independently from the token where they were made. Several
-    streams may run in several threads; one stream is called by one thread at a time.
+    holds one stream per layer. A copy or a pickle continues independently from the token where it was made. Several threads
+    may run separate streams; a stream must be called by one thread at a time.
 
     Args:
-        scheme: The scheme that sees positions.
-        state: The tokens before; it is not changed.
-        length: The number of tokens before, needed with a state that has some. It is the position of the next token.
+        scheme: The scheme.
+        state: State after past tokens; it is not changed.
+        length: Number of past tokens, required with a state that is not empty. It is the position of the next token.
         tables_from: A stream of another layer with the same scheme, length and positions. The scheme is evaluated once for
             both.
-        beside: The name of `tables_from` in version 0.1.
 
     Raises:
         ValueError: For a state without its length, a length without a state, or `tables_from` of another scheme or length.
 
     Attributes:
-        length: The number of tokens so far.
+        length: Number of tokens so far.
 
     Examples:
         >>> import isopos
@@ -73,6 +71,7 @@ class Stream:
         (10, torch.Size([1, 2, 16, 16]))
     """
 
+    @renamed_argument("beside", "tables_from")
     def __init__(
         self,
         scheme: Scheme,
@@ -80,26 +79,24 @@ class Stream:
         *,
         length: int | None = None,
         tables_from: "Stream | None" = None,
-        beside: "Stream | None" = None,
     ):
         expect_state(state)
-        tables_from = former_argument({} if beside is None else {"beside": beside}, "beside", "tables_from", tables_from)
         if length is None and state is not None and state.tensors:
-            raise ValueError("length: expected the number of tokens that the state has seen, got none")
+            raise ValueError("length: expected the number of tokens in the state, got none")
         length = length or 0
         if tables_from is not None and (tables_from.scheme is not scheme or tables_from.length != length):
             raise ValueError("tables_from: expected a stream of the same scheme at the same length, got another")
         if length and not (state and state.tensors):
-            raise ValueError(f"state: expected one that has seen {length} tokens, got none")
+            raise ValueError(f"state: expected one of {length} tokens, got none")
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._tables = Tables(scheme) if tables_from is None else tables_from._tables
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
-        self._positioned: set[Any] = set()  # shapes of positions that a check has seen
-        self._chunks: dict[Any, LinearProblem] = {}  # checked, without tensors, by what was checked
-        self._steps: TokenSteps | None = None  # of one token; while there are some, the sums are theirs
-        self._problem: LinearProblem  # that they were made for
-        self._rows = range(0)  # positions whose tables they have
-        self._decay: Tensor | None = None  # log decays there and at the one before, [*b h 1+n]
+        self._positioned: set[Any] = set()  # signatures of checked positions
+        self._chunks: dict[Any, LinearProblem] = {}  # checked problems without tensors, by signature
+        self._steps: TokenSteps | None = None  # the plan for one token; if there is one, it holds the sums
+        self._problem: LinearProblem  # the problem of the plan
+        self._rows = range(0)  # positions in the tables of the plan
+        self._decay: Tensor | None = None  # log decays at the position before them and at these, [*b h 1+n]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, **options: Any) -> Tensor:
         """Causal attention of the next tokens: q ``[*b h t d]``, k ``[*b h t d]``, v ``[*b h t e]`` -> ``[*b h t e]``.
@@ -108,15 +105,15 @@ class Stream:
             q: Queries.
             k: Keys.
             v: Values.
-            x: Their positions ``[*b t c]``; by default `length` and the numbers after it, on a line or a ring.
-            options: Of the attention function: mask, segment_ids, ... A call with one that is not None is checked.
+            x: Positions ``[*b t c]``; on a line or a ring, by default `length` and the numbers after it.
+            options: Options of the attention function: mask, segment_ids, ... A call with one that is not None is checked.
         """
         if options:
             options = {name: value for name, value in options.items() if value is not None}
         if options or (torch.is_grad_enabled() and self._differentiable(q, k, v, x)) or torch.compiler.is_compiling():
             return self._checked(q, k, v, x, options)
         steps = self._steps
-        if steps is None or not steps.fits(q, k, v) or (x is not None and _key(x) not in self._positioned):
+        if steps is None or not steps.fits(q, k, v) or (x is not None and _signature(x) not in self._positioned):
             return self._chunk(q, k, v, x)
         if x is not None or self.length not in self._rows:
             self._look_ahead(steps, x)
@@ -126,11 +123,11 @@ class Stream:
 
     @property
     def state(self) -> State:
-        """The tokens so far, as a value that later calls do not change."""
-        return self._state if self._steps is None else self._now([sums.clone() for sums in self._steps.sums])
+        """State after the tokens so far; later calls do not change it."""
+        return self._state if self._steps is None else self._snapshot([sums.clone() for sums in self._steps.sums])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles hold. Streams that share tables and are copied together share them afterwards."""
+        """Contents of copies and pickles. Streams that share tables and are copied together share tables afterwards."""
         return {"scheme": self.scheme, "state": self.state, "length": self.length, "ahead": self._tables}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -138,45 +135,43 @@ class Stream:
         self._tables = state["ahead"]
 
     def _differentiable(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> bool:
-        return self._learns or any(getattr(a, "requires_grad", False) for a in (q, k, v, x))  # checks say what is no tensor
+        return self._learns or any(getattr(a, "requires_grad", False) for a in (q, k, v, x))  # checks refuse other types
 
     def _at(self, q: Tensor, count: int, x: Tensor | None, state: State, *, shared: bool = True) -> Arguments:
-        """The scheme at x, or at so many positions from `length` on, for queries like q."""
+        """The scheme at x, or at `count` positions from `length` on, for the dtype and device of q."""
         if x is None and self.scheme.group.columns != 1:
-            raise ValueError(
-                f"x: expected positions, which go on by one on a line or a ring only, got none of {self.scheme.group}"
-            )
+            raise ValueError(f"x: expected positions of {self.scheme.group}, got none; only lines and rings have a default")
         dtype, rows = torch.promote_types(q.dtype, torch.float32), range(self.length, self.length + count)
         if not shared:
             return self.scheme.at(_positions(rows, q.device) if x is None else x, state=state, dtype=dtype)
         return self._tables.at(rows, x, dtype, q.device, state)
 
-    def _now(self, sums: Sequence[Tensor]) -> State:
-        """The state with these sums, those of `_steps`."""
+    def _snapshot(self, sums: Sequence[Tensor]) -> State:
+        """The state with these sums of the plan."""
         decay = None if self._decay is None else self._decay[..., self.length - self._rows.start].clone()
         return self._state.next(self._state.kind, **{f"sum{n}": x for n, x in enumerate(sums)}, decay=decay)
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """The next tokens with all checks; later calls of this shape have a plan, if they can have one."""
+        """Outputs of the next tokens, with all checks; plans later calls of this shape if possible."""
         graph = torch.compiler.is_compiling() or (torch.is_grad_enabled() and self._differentiable(q, k, v, x))
         self._state, self._steps, steps = self.state, None, None if graph else self._steps
         t = check_inputs(q, k, v, options.get("layout", "bhtd"))[0].shape[-2]
         at = self._at(q, t, x, self._state, shared=not graph)
-        given: Any = at | options | {"causal": True}
+        arguments: Any = at | options | {"causal": True}
         if self.scheme.attention == "softmax":
-            out, after = softmax_attention(q, k, v, **given, return_state=True)
+            out, after = softmax_attention(q, k, v, **arguments, return_state=True)
         else:
-            if unknown := [name for name in options if name not in KNOWN]:
+            if unknown := [name for name in options if name not in OPTIONS]:
                 refuse("linear", unknown)
-            problem = check_linear(q, k, v, given, streams=True)
+            problem = check_linear(q, k, v, arguments, streams=True)
             out, after = attended(problem, q.dtype)
             if not (options or graph):
-                self._plan(q, k, v, x, problem, after)  # may warn, and a warning may be an error: the tokens count after it
-        self._keep(after, t, steps)
+                self._plan(q, k, v, x, problem, after)  # may warn, and a warning may be an error: before tokens are counted
+        self._advance(after, t, steps)
         return out
 
-    def _keep(self, after: State, t: int, steps: TokenSteps | None) -> None:
-        """Count t tokens that leave `after`, whose sums are those of new steps, or go into those of steps from before."""
+    def _advance(self, after: State, t: int, steps: TokenSteps | None) -> None:
+        """Count t tokens and keep the state `after` them; an old plan, `steps`, gets its sums if there is no new one."""
         self._state, self.length = after, self.length + t
         frozen = steps is not None and steps.sums[0].is_inference() and not torch.is_inference_mode_enabled()
         if self._steps is None and steps is not None and not frozen:
@@ -186,9 +181,9 @@ class Stream:
             self._rows, self._decay = range(self.length, self.length), _column(after["decay"])
 
     def _plan(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, problem: LinearProblem, after: State) -> None:
-        """Plan calls like one that leaves `after`, whose sums nobody else has."""
-        alike = problem.q is q and problem.k is k and problem.v is v  # nothing is moved or broadcast
-        if self.scheme.group.refers_to_rows or not (alike and _bare(problem)):
+        """Plan later calls of this shape; the plan takes over the sums of `after`."""
+        unchanged = problem.q is q and problem.k is k and problem.v is v  # neither moved nor broadcast
+        if self.scheme.group.refers_to_rows or not (unchanged and _is_plannable(problem)):
             return
         if q.shape[-2] == 1:
             self._problem = replace(problem, state=after, before=after["decay"])
@@ -196,47 +191,46 @@ class Stream:
             self._steps = next(filter(None, (kind.of(step) for kind in kinds)), None)
         if self._steps is not None:
             self._rows, self._decay = range(self.length + 1, self.length + 1), _column(after["decay"])
-            self._positioned.add(_key(x))
+            self._positioned.add(_signature(x))
             return
-        none = torch.empty(0)
+        empty = torch.empty(0)
         if len(self._chunks) == CHUNKS:
             del self._chunks[next(iter(self._chunks))]
-        self._chunks[_key(q, k, v, x)] = replace(
-            problem, q=none, k=none, v=none, rho_q=Identity(), rho_k=Identity(), decay=None, g=None, state=None, before=None
-        )
+        tensors: Any = {"q": empty, "k": empty, "v": empty, "decay": None, "g": None, "state": None, "before": None}
+        self._chunks[_signature(q, k, v, x)] = replace(problem, rho_q=Identity(), rho_k=Identity(), **tensors)
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
-        """The next tokens of a shape that was checked, or else with all checks; a few go one by one, which is faster."""
-        problem = self._chunks.get(_key(q, k, v, x)) if self._chunks else None
+        """Outputs of the next tokens by the plan of their shape, or with all checks; short chunks run token by token."""
+        problem = self._chunks.get(_signature(q, k, v, x)) if self._chunks else None
         if problem is None or watched():
             return self._checked(q, k, v, x, {})
         steps, state, t, limit = self._steps, self._state, q.shape[-2], self.scheme.max_length
-        few = 1 < t <= (CpuSteps if steps is None else steps).few and (limit is None or self.length + t <= limit)
-        if few and x is None:
-            self._state.stamped(self.scheme.fingerprint, None)  # so that no token fails after others
+        is_short = 1 < t <= (CpuSteps if steps is None else steps).few and (limit is None or self.length + t <= limit)
+        if is_short and x is None:
+            self._state.stamped(self.scheme.fingerprint, None)  # fails before the first token, not after some
             return torch.cat([self(*(a[..., n : n + 1, :] for a in (q, k, v))) for n in range(t)], -2)
         if steps is not None:
-            state = self._now(steps.sums)
+            state = self._snapshot(steps.sums)
         at = self._at(q, t, x, state)
-        (rho_q, rho_k), decay = _pair(at["isometry"]), at["decay"]
-        pair = None if decay is None else (decay, decay)
-        if pair is not None and x is not None:
-            check_order(pair, True, state["decay"])
-        problem = replace(problem, q=q, k=k, v=v, rho_q=rho_q, rho_k=rho_k, decay=pair, g=pair, state=state)
+        (rho_q, rho_k), decay = pair(at["isometry"]), at["decay"]
+        decays = None if decay is None else (decay, decay)
+        if decays is not None and x is not None:
+            check_order(decays, True, state["decay"])
+        problem = replace(problem, q=q, k=k, v=v, rho_q=rho_q, rho_k=rho_k, decay=decays, g=decays, state=state)
         out, after = attended(replace(problem, before=state["decay"]), q.dtype)
         self._steps = None
-        self._keep(after, t, steps)
+        self._advance(after, t, steps)
         return out
 
     def _look_ahead(self, steps: TokenSteps, x: Tensor | None) -> None:
-        """Make tables of the next tokens, or of one at x; not of a scheme that was extended meanwhile."""
+        """Evaluate the scheme at the next positions, or at x for one token; ValueError if it was extended meanwhile."""
         problem, count, weights, dtype = self._problem, 1, None, steps.sums[0].dtype
         if x is None:
             numbers, limit = sum(rho.numbers_per_token for rho in {problem.rho_q, problem.rho_k}), self.scheme.max_length
-            count = min(AHEAD, MOST // max(1, numbers))
+            count = min(AHEAD, TABLE_SIZE // max(1, numbers))
             count = max(1, count if limit is None else min(count, limit - self.length))
         at = self._at(problem.q, count, x, self._state)
-        rho_q, rho_k = _pair(at["isometry"])
+        rho_q, rho_k = pair(at["isometry"])
         features = sums_of(replace(problem, rho_q=rho_q, rho_k=rho_k)).features
         if self._decay is not None:
             last = self._decay[..., self.length - self._rows.start, None]
@@ -248,9 +242,9 @@ class Stream:
         self._rows = range(self.length, self.length + count)
 
 
-def _key(*given: Tensor | None) -> tuple[Any, ...]:
-    """All that checks see of tensors but their numbers; a tuple also of what is none, which checks refuse."""
-    return tuple((type(a), *(getattr(a, name, None) for name in ("shape", "dtype", "device"))) for a in given)
+def _signature(*arguments: Tensor | None) -> tuple[Any, ...]:
+    """Types, shapes, dtypes and devices: all that checks see except numbers. Other types than tensors are allowed."""
+    return tuple((type(a), *(getattr(a, name, None) for name in ("shape", "dtype", "device"))) for a in arguments)
 
 
 def _positions(rows: range, device: torch.device) -> Tensor:
@@ -258,42 +252,38 @@ def _positions(rows: range, device: torch.device) -> Tensor:
     return torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
-def _pair(rho: Any) -> tuple[Any, Any]:
-    return rho if isinstance(rho, tuple) else (rho, rho)
-
-
 def _column(decay: Tensor | None) -> Tensor | None:
     return None if decay is None else decay[..., None]
 
 
-def _bare(problem: LinearProblem) -> bool:
-    """Whether sums and one division are all there is: what is planned adds and maps nothing else."""
-    other = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
-    divided = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
-    return divided and not (problem.terms or problem.empty) and all(x is None for x in other)
+def _is_plannable(problem: LinearProblem) -> bool:
+    """Whether outputs are sums divided by a denominator and nothing more; plans do no other operations."""
+    extras = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
+    simple = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
+    return simple and not (problem.terms or problem.empty) and all(x is None for x in extras)
 
 
 class Tables:
-    """A scheme at the next positions, evaluated once for all streams that share these tables, in whichever threads."""
+    """A scheme evaluated at the next positions, once for all streams that share these tables; safe with several threads."""
 
     def __init__(self, scheme: Scheme):
         self.scheme = scheme
-        self.known: tuple[Any, Arguments | None, Tensor | None] = (None, None, None)
+        self.cached: tuple[Any, Arguments | None, Tensor | None] = (None, None, None)  # key, arguments, positions
 
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
         if x is None:
             key = rows, dtype, device, torch.is_inference_mode_enabled()
-        else:  # a tensor that inference made has no version, so that nobody knows whether it is what it was
-            lasting = isinstance(x, Tensor) and not x.is_inference()
-            key = (id(x), x._version, dtype, torch.is_inference_mode_enabled()) if lasting else object()
-        known, found, _ = self.known
-        if found is None or known != key:
+        else:  # inference tensors have no version, so changes in place would go unnoticed
+            versioned = isinstance(x, Tensor) and not x.is_inference()
+            key = (id(x), x._version, dtype, torch.is_inference_mode_enabled()) if versioned else object()
+        cached_key, arguments, _ = self.cached
+        if arguments is None or cached_key != key:
             x = _positions(rows, device) if x is None else x
             start = State({name: tensor for name, tensor in state.tensors.items() if name == "positions"})
-            found = self.scheme.at(x, state=start, dtype=dtype)  # which keeps no layer's tokens
-            self.known = key, found, x  # one assignment: another thread has the old tables or these
-        return found.of(state)
+            arguments = self.scheme.at(x, state=start, dtype=dtype)  # holds no layer's sums
+            self.cached = key, arguments, x  # one assignment, so that other threads see old or new tables
+        return arguments.of(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheme": self.scheme}

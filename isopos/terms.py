@@ -24,7 +24,7 @@ class Term(ABC):
     """Rows of a table, one per bucket of offsets; a pair of tokens takes the row of its offset's bucket.
 
     Args:
-        table: ``[h n d]`` for n buckets, or ``[h n]`` where side is "none".
+        table: ``[h n d]`` for n buckets, or ``[h n]`` if side is "none".
         side: Use of a row: "query" adds <q_i, row> to the score, "key" <k_j, row>, "none" the number itself; "value" adds
             the row to v_j, for this query.
     """
@@ -103,8 +103,8 @@ def _samples(x: Tensor, y: Tensor) -> torch.Size:
 
 def _offset(x: Tensor, y: Tensor, samples: int) -> PairFunction:
     """A function for the offset of one pair on a line: the key's position minus the query's."""
-    of_queries, of_keys = (a[..., 0].expand(samples, -1) for a in (x, y))
-    return lambda b, i, j: of_keys[b, j] - of_queries[b, i]
+    queries, keys = (a[..., 0].expand(samples, -1) for a in (x, y))
+    return lambda b, i, j: keys[b, j] - queries[b, i]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,15 +126,15 @@ class Offsets(Term):
         return _samples(self.x, self.y)
 
     def index(self) -> Tensor:
-        return self._of(self.y[..., None, :, 0] - self.x[..., :, None, 0])
+        return self._looked_up(self.y[..., None, :, 0] - self.x[..., :, None, 0])
 
     def bucket(self, samples: int) -> PairFunction:
         offset = _offset(self.x, self.y, samples)
-        return lambda b, i, j: self._of(offset(b, i, j))
+        return lambda b, i, j: self._looked_up(offset(b, i, j))
 
-    def _of(self, offset: Tensor) -> Tensor:
-        most = len(self.buckets) // 2
-        return self.buckets[offset.long().clamp(-most, most) + most]
+    def _looked_up(self, offset: Tensor) -> Tensor:
+        m = len(self.buckets) // 2
+        return self.buckets[offset.long().clamp(-m, m) + m]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,5 +223,5 @@ class Clipped(Term):
     def bucket(self, samples: int) -> PairFunction | None:
         if self.outside or self.x.shape[-1] > 1:
             return None
-        offset, most = _offset(self.x, self.y, samples), self.reach
-        return lambda b, i, j: offset(b, i, j).long().clamp(-most, most) + most
+        offset, reach = _offset(self.x, self.y, samples), self.reach
+        return lambda b, i, j: offset(b, i, j).long().clamp(-reach, reach) + reach

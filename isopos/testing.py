@@ -1,4 +1,4 @@
-"""What test suites of other projects may assert."""
+"""Assertions for test suites of other projects."""
 
 from typing import Any
 

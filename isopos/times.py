@@ -53,7 +53,7 @@ def timestamps(
     """
     clock, elapsed, kind = _read(times)
     if start is None and not elapsed.numel():
-        raise ValueError("start: expected a time where there are no times, got none")
+        raise ValueError("start: expected a time, since times is empty, got none")
     if start is None:
         first = elapsed.flatten()[0]
     else:

@@ -12,25 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Unread",
-    "depths",
-    "forest",
-    "name_row",
-    "parents_of",
-    "read",
-    "renumber",
-    "tree",
-    "tree_distance",
-    "tree_labels",
-]
+__all__ = ["Unread", "depths", "forest", "name_row", "parents_of"]
+__all__ += ["read", "renumber", "tree", "tree_distance", "tree_labels"]
 
 Rows = list[tuple[int, int]]
 INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 
 
 class Unread(ValueError):
-    """Text that is no tree; `at` is the index of the character in question."""
+    """Text that is no tree; `at` is the index of the wrong character."""
 
     def __init__(self, message: str, at: int):
         super().__init__(f"tree: {message.format(f' at {at}')}")
@@ -42,12 +32,11 @@ def tree(source: Any) -> Tensor:
 
     Args:
         source: One of the following.
-            Parents: an integer tensor or array ``[n]`` or a list of integers, the row of each node's parent, -1 for a root;
-                a
-            child's branch is its rank among its siblings, in the order of rows.
+            Parents: an integer tensor or array ``[n]`` or a list of integers, the row of each node's parent, -1 for a root.
+                A child's branch is its rank among its siblings, in the order of rows.
             Nested lists or tuples: a list is a node and its items are its children; any other item is a leaf.
             Text: an s-expression ``(label child child ...)``; the first atom labels a node, further atoms and lists are its
-            children. Rows of lists and text are in preorder.
+                children. Rows of lists and text are in preorder.
 
     Raises:
         ValueError: If the source is no tree: parents out of range or in a cycle, unbalanced parentheses, ...
@@ -116,9 +105,9 @@ def depths(position: Tensor) -> Tensor:
     if len(circular):
         *_, above = _doublings(up, n.bit_length() + 1)  # more than n steps lead to the cycle
         row = int(above[circular[0, 0]])
-        place = [int(i) for i in np.unravel_index(row, position.shape[:-1])]
+        index = [int(i) for i in np.unravel_index(row, position.shape[:-1])]
         raise ValueError(
-            f"positions: expected nodes below a root, got row {name_row(place)}, its own ancestor; set a parent to (-1, -1)"
+            f"positions: expected nodes below a root, got row {name_row(index)}, its own ancestor; set a parent to (-1, -1)"
         )
     return depth.view(position.shape[:-1])
 
@@ -147,7 +136,7 @@ def tree_distance(x: Tensor, y: Tensor) -> Tensor:
     deepest = torch.cat((depth_x.flatten(), depth_y.flatten(), depth_x.new_zeros(1))).max()
     rounds = int(deepest).bit_length()
     word = torch.cat((x[..., 1].flatten(), y[..., 1].flatten())).unique(return_inverse=True)[1]
-    for up in _doublings(torch.cat((up_x, up_y + len(up_x))), rounds):  # equal numbers for equal words of twice the length
+    for up in _doublings(torch.cat((up_x, up_y + len(up_x))), rounds):  # equal words of doubled length get equal numbers
         word = (word * len(word) + word[up]).unique(return_inverse=True)[1]
     word_x, word_y = word[: len(up_x)].view_as(depth_x), word[len(up_x) :].view_as(depth_y)
     equal = (word_y[..., :, None] == word_x[..., None, :]) & (depth_y > 0)[..., :, None]
@@ -199,7 +188,7 @@ def _ranked(parents: Tensor) -> Tensor:
         row = int(wrong[0])
         raise ValueError(
             f"tree: expected -1 or rows from 0 to {n - 1} as parents, got {int(parents[row])} in row {row}; "
-            "a list that holds nothing but integers is read as parents"
+            "a list of integers is read as parents"
         )
     if not (parents == -1).any():
         raise ValueError("tree: expected a root, a parent of -1, got none; subtract 1 where rows count from 1")
@@ -217,13 +206,13 @@ def read(source: Any) -> tuple[Rows, list[Any]]:
     if not isinstance(source, str | list | tuple):
         raise ValueError(f"tree: expected parents, nested lists or an s-expression, got {type(source).__name__}")
     labelled = isinstance(source, str)
-    rows, labels, waiting = [], [], [(_parsed(source) if isinstance(source, str) else source, (-1, -1))]
-    while waiting:
-        item, row = waiting.pop()
+    rows, labels, stack = [], [], [(_parsed(source) if isinstance(source, str) else source, (-1, -1))]
+    while stack:
+        item, row = stack.pop()
         label = item
         if isinstance(item, list | tuple):
             label, *children = item if labelled else (None, *item)
-            waiting += [(children[i], (len(rows), i)) for i in reversed(range(len(children)))]
+            stack += [(children[i], (len(rows), i)) for i in reversed(range(len(children)))]
         rows.append(row)
         labels.append(label)
     return rows, labels
@@ -232,7 +221,7 @@ def read(source: Any) -> tuple[Rows, list[Any]]:
 def _parsed(text: str) -> Any:
     """An s-expression as nested lists of atoms."""
     expression: list[Any] = []
-    opened = [(expression, -1)]  # the lists that are not closed, and where they begin
+    opened = [(expression, -1)]  # open lists with their first characters
     for match in re.finditer(r"[()]|[^\s()]+", text):
         token, at = match.group(), match.start()
         inside, _ = opened[-1]

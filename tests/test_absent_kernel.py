@@ -113,7 +113,7 @@ def test_the_table_of_what_it_is_worth(monkeypatch):
     if not library.libraries()[0]:
         pytest.skip(library.libraries()[1])
     monkeypatch.setattr(without_kernel, "SCHEMES", ("rope",))
-    monkeypatch.setattr(without_kernel, "WORKS", dict(list(without_kernel.WORKS.items())[-1:]))
+    monkeypatch.setattr(without_kernel, "WORKLOADS", dict(list(without_kernel.WORKLOADS.items())[-1:]))
     ((title, name, *cells),) = without_kernel.table(rounds=1)
     assert (title, name) == ("a step of `isopos.Stream`", "rope")
     for cell, unit in zip(cells, (" us", " us", "x"), strict=True):

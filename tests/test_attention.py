@@ -335,7 +335,7 @@ def test_a_layer_takes_a_mask_of_pairs():
     [
         ({"kv_heads": 3}, "kv_heads: expected a divisor of the 4 heads, got 3"),
         ({"kv_heads": 0}, "kv_heads: expected an integer of at least 1, got 0"),
-        ({"kv_heads": 1}, "scheme: expected one of 4 heads, those of queries, or of 1, got 2"),
+        ({"kv_heads": 1}, "scheme: expected 4 heads, as of queries, or 1, as of keys, got 2"),
         ({"model_dim": 4 * HEAD_DIM + 1, "kv_heads": 2}, "model_dim: expected a multiple of the head size 8, got 33"),
         ({"model_dim": WIDTH, "dropout": 0.1}, "dropout: expected 0 with linear attention, which forms no weights to drop"),
         ({"model_dim": WIDTH, "dropout": 1.0}, "dropout: expected a probability below 1, got 1.0"),

@@ -153,7 +153,7 @@ def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
         (lambda: schemes.mrope(8, layout="llama"), r"layout: expected one of interleaved, half, got 'llama'"),
         (
             lambda: schemes.mrope(16, sections=[2, 2, 4], interleaved=True),
-            r"sections: expected at most 2 pairs for axis 2, where 3 axes take turns over 8 pairs, got \[2, 2, 4\]",
+            r"sections: expected at most 2 pairs for axis 2, since 3 axes alternate over 8 pairs, got \[2, 2, 4\]",
         ),
         (lambda: schemes.p_rope(8, p=0.0), r"p: expected a share up to 1 that rotates at least one of 4 pairs, got 0.0"),
         (lambda: schemes.p_rope(8, p=0.2), r"p: expected a share up to 1"),

@@ -51,7 +51,7 @@ def here(monkeypatch):
     def stream(function, environment=None, **arguments):
         calls.append((function, environment))
         if function == "section":
-            arguments |= {"rounds": 2, "most": SMALL}
+            arguments |= {"rounds": 2, "longest": SMALL}
         for found in processes.FUNCTIONS[function](**arguments):
             yield json.loads(json.dumps(found))
 
@@ -148,7 +148,7 @@ def test_only_the_steepest_step_of_growth_may_be_steeper():
 def test_a_row_comes_back_from_json(row):
     content = row.to_json()
     assert Row.from_json(json.loads(json.dumps(content))) == row
-    old = {new: old for old, new in timing.OLD.items()}
+    old = {new: old for old, new in timing.FORMER.items()}
     assert Row.from_json({old.get(name, name): value for name, value in content.items()}) == row, "as version 0.1 wrote it"
 
 
@@ -398,7 +398,7 @@ def test_the_committed_page_has_the_races_and_the_goals_that_are_run():
     for shorter, longer in itertools.pairwise(races.LENGTHS):
         longer = races.Shape(longer, batch=1, heads=4)
         goal = goals.pop((f"causal, rotary, {races.BOTH}, {longer}", f"L={shorter}"))
-        assert goal in (str(races.TWICE), str(races.ONCE))
+        assert goal in (str(races.DOUBLING), str(races.STEEPEST))
     assert not [work for work, _ in goals if work.startswith("causal, rotary")]
 
 
@@ -498,7 +498,7 @@ def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
         (("--out", "file"), "out: expected a folder, but file is a file"),
         (("--compiled",), "compiled: expected the section exactness, got rotary"),
         (("--state", "triton"), "allocator: expected all or as-is or reused or huge-pages here, got triton"),
-        (("--resume",), "resume: expected a folder to go on with, --out, without --overwrite"),
+        (("--resume",), "resume: expected --out, the folder to continue, without --overwrite"),
     ],
 )
 def test_what_does_not_fit_is_refused(here, isopos, tmp_path, arguments, words):
@@ -523,7 +523,7 @@ def test_accuracy_alone(here):
 @pytest.mark.slow
 def test_a_process_of_its_own():
     assert processes.call("peak", spec="none", shape=races.Shape(1024)) > 1  # more than what warming up took
-    first = next(rows := processes.stream("section", name="growth", rounds=1, most=128))
+    first = next(rows := processes.stream("section", name="growth", rounds=1, longest=128))
     assert Row.from_json(first).raced
     rows.close()
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
@@ -586,12 +586,12 @@ def test_rows_that_are_no_pairs_of_a_race_compare_the_later_with_the_earlier(cou
         for row in races.growth(1, (8, 16, 32))
     ]
     assert rows == [
-        ("causal, rotary, forward + backward, B=1 H=4 L=16 d=64", "L=8", races.ONCE, [5], [4]),
-        ("causal, rotary, forward + backward, B=1 H=4 L=32 d=64", "L=16", races.TWICE, [6], [5]),
+        ("causal, rotary, forward + backward, B=1 H=4 L=16 d=64", "L=8", races.STEEPEST, [5], [4]),
+        ("causal, rotary, forward + backward, B=1 H=4 L=32 d=64", "L=16", races.DOUBLING, [6], [5]),
     ]
     found = [row for row in races.under_load(1, SMALL) if row.baseline == "itself, none busy"][:2]
     name = f"causal, {races.BOTH}, {shape}"
-    assert [(row.workload, row.goal) for row in found] == [(f"{name}, {n} busy", races.IDLE) for n in (1, 2)]
+    assert [(row.workload, row.goal) for row in found] == [(f"{name}, {n} busy", races.LOADED_TIME) for n in (1, 2)]
     assert [(row.ours_seconds, row.baseline_seconds) for row in found] == [([9], [7]), ([11], [7])], "two workloads a race"
 
 
@@ -652,7 +652,10 @@ def test_a_child_that_ends_badly_says_how(monkeypatch):
         return run([sys.executable, "-c", module], **options)
 
     monkeypatch.setattr(processes.subprocess, "Popen", start)
-    for environment, said in (({"HOW": "kill"}, "-9: killed, perhaps for want of memory"), (None, "3: its error is above")):
+    for environment, said in (
+        ({"HOW": "kill"}, "-9: killed, perhaps because memory ran out"),
+        (None, "3: its error is above"),
+    ):
         with pytest.raises(OSError, match=f'the process of tree {{"nodes": 7}} ended with {said}'):
             list(processes.stream("tree", environment, nodes=7))
 

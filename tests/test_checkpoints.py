@@ -115,7 +115,7 @@ def _process(code, *arguments):
 def test_a_full_disk_leaves_the_one_before(tmp_path):
     out, _ = _process(FULL, str(tmp_path)).communicate(timeout=60)
     assert "cannot write" in out
-    assert "step-00000001 is whole: make room and go on from it with --resume" in out
+    assert "step-00000001 is complete: make room and continue from it with --resume" in out
     assert _steps(tmp_path) == [1]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     checkpoints.read(checkpoints.newest(tmp_path))
@@ -230,9 +230,7 @@ def test_a_default_of_the_scheme_that_changed_is_told_from_damage(tmp_path):
     model = torch.nn.Module()
     model.scheme = torch.nn.Linear(2, 2)
     checkpoints.save_weights(_layers(), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"where a default of its scheme has changed since, name the option in recipe\.json, or"
-    ):
+    with pytest.raises(ValueError, match=r"if a default of its scheme has changed, name the option in recipe\.json, or"):
         checkpoints.read_weights(model, tmp_path / checkpoints.WEIGHTS)
 
 
@@ -241,7 +239,7 @@ def test_a_run_is_read_on_the_cpu_in_evaluation(tmp_path):
     write_json(tmp_path / "recipe.json", recipe.as_dict())
     built, model = checkpoints.build_model(tmp_path)
     assert built == recipe.edit(device="cpu")
-    with pytest.raises(ValueError, match="which a run has when it ends; go on with it by isopos train --resume"):
+    with pytest.raises(ValueError, match="which are written when a run ends; continue it by isopos train --resume"):
         checkpoints.load_run(tmp_path)
     checkpoints.save_weights(model, tmp_path)
     loaded, again = checkpoints.load_run(tmp_path)

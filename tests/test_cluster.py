@@ -48,8 +48,8 @@ def test_without_ray_one_line_says_what_to_install(isopos, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ray=here"], "ray: expected HOST:PORT of a cluster, or auto for that of this machine, got 'here'"),
-        (["--ray=ray://127.0.0.1:1"], "ray: expected HOST:PORT of a cluster, or auto for that of this machine"),
+        (["--ray=here"], "ray: expected HOST:PORT of a cluster, or auto for this machine's cluster, got 'here'"),
+        (["--ray=ray://127.0.0.1:1"], "ray: expected HOST:PORT of a cluster, or auto for this machine's cluster"),
         (["--ray=127.0.0.1:PORT"], "ray: no cluster answers at 127.0.0.1:"),
         (["--ray=127.0.0.1:99999"], "ray: no cluster answers at 127.0.0.1:99999"),
     ],
@@ -179,7 +179,7 @@ def test_a_lost_process_is_started_again_three_times_and_waits_for_its_locks(ray
     ]
     assert [outcome for name, outcome in found if name == "d"][-1] == "diverged"
     assert [name for name, _ in found].count("c") == 1
-    assert [given for given, _ in fake.started if given[0] == "b"] == [("b", 0.0), *3 * [("b", cluster.LEASE)]]
+    assert [given for given, _ in fake.started if given[0] == "b"] == [("b", 0.0), *3 * [("b", cluster.LEASE_SECONDS)]]
     assert [given[0] for given, _ in fake.started][:4] == ["a", "b", "d", "c"], "one that is not ready waits"
     assert {place for _, place in fake.started} == {(os.getcwd(), "about.json", isopos.__version__, 2)}
     assert fake.options == {"num_cpus": 2, "num_gpus": 1, "max_retries": 0}
@@ -211,7 +211,7 @@ def test_a_cluster_without_a_machine_that_is_large_enough(ray):
         cluster.check_cluster("auto", "cpu", 5)
     with pytest.raises(ValueError, match=r"ray: expected a machine with 1 GPUs for a run, got at most 0$"):
         cluster.check_cluster("auto", "cuda", 1)
-    with pytest.raises(ValueError, match="device: expected cpu or cuda, of which Ray gives each run one, got 'cuda:1'"):
+    with pytest.raises(ValueError, match="device: expected cpu or cuda, since Ray assigns each run a GPU, got 'cuda:1'"):
         cluster.check_cluster("auto", "cuda:1", 1)
 
 
@@ -225,7 +225,7 @@ def test_a_run_of_a_comparison_in_a_process_of_a_cluster(tmp_path, monkeypatch):
     (tmp_path / "a" / "result.json").unlink()
     assert compare._remote(recipe, recipe, sha256, tmp_path / "a", 0.0) == ""
     assert json.loads((tmp_path / "a" / "result.json").read_text())["scores"] == json.loads(before)["scores"]
-    with pytest.raises(ValueError, match=f"data: expected that of sha256 {'0' * 12}, got {sha256[:12]}"):
+    with pytest.raises(ValueError, match=f"data: expected data with sha256 {'0' * 12}, got {sha256[:12]}"):
         compare._remote(recipe, recipe, "0" * 64, tmp_path / "b", 0.0)
     worse = recipe.edit(learning_rate=1e20, clip=0.0, steps=6, schedule="constant", warmup=0)
     assert compare._remote(recipe, worse, sha256, tmp_path / "c", 0.0).startswith("diverged")
@@ -247,7 +247,7 @@ def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsy
         return spreading.do_jobs(jobs, "auto", "cpu", tmp_path, Console(width=200)), capsys.readouterr().out
 
     monkeypatch.setattr(spreading, "spread", ended)
-    monkeypatch.setattr(spreading, "VISIBLE", 0.0)
+    monkeypatch.setattr(spreading, "VISIBLE_SECONDS", 0.0)
     (tmp_path / "a").touch()
     whole, out = done("a", "b", "a")
     assert whole
@@ -256,7 +256,7 @@ def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsy
     assert "b: is being computed by process 1 on elsewhere" in out
     whole, out = done("a", "b", "c")
     assert not whole
-    assert f"{tmp_path / 'c'} is not seen here: machines of a cluster need the folder at the same path" in " ".join(
+    assert f"{tmp_path / 'c'} does not exist here: machines of a cluster need the folder at the same path" in " ".join(
         out.split()
     )
 
@@ -341,8 +341,8 @@ def test_a_cell_whose_process_is_lost_again_and_again_is_given_up(toys, tmp_path
     (tmp_path / "toy_task.py").write_text((tmp_path / "toy_task.py").read_text() + END)
     code, out, _ = toys(*TABLE, "--name=lost", f"--ray={address}")
     assert code == 1
-    assert out.count("rope-seed0: its process was lost") == cluster.LOSSES + 1
-    assert out.count("it starts again") == cluster.LOSSES
+    assert out.count("rope-seed0: its process was lost") == cluster.RETRIES + 1
+    assert out.count("it starts again") == cluster.RETRIES
     assert "none-seed0: done" in out
     assert "Missing: " in out
 
@@ -388,7 +388,7 @@ def test_an_interrupted_table_leaves_checkpoints_and_goes_on(toys, tmp_path, add
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, out
-    assert "the same command goes on" in out
+    assert "the same command continues" in out
     begun = [path.parent for path in folder.glob("cells/*/recipe.json")]
     assert begun
     steps = {cell: checkpoints.newest(cell).step for cell in begun if checkpoints.newest(cell)}

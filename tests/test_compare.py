@@ -122,7 +122,7 @@ def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monk
     monkeypatch.setattr(training, "train", interrupted)
     code, out, _ = isopos(*arguments, "--overwrite")
     assert code == 130
-    assert "is what it was" in out
+    assert "is unchanged" in out
     assert (tmp_path / "runs" / "one" / "report.html").read_text() == before
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".one.lock", "one"]
 
@@ -296,13 +296,13 @@ def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path
         _interrupted_in(patch, "rope")
         code, out, _ = isopos(*arguments, "--overwrite")
     assert code == 130
-    assert "until a comparison is complete, runs/.one.replaced keeps what runs/one was" in out
+    assert "until a comparison is complete, runs/.one.replaced holds the earlier runs/one" in out
     assert "unfinished rope-seed0" in (folder / "report.html").read_text()
     with monkeypatch.context() as patch:
         _interrupted_in(patch, "none")
         code, out, _ = isopos(*arguments, "--overwrite")
     assert code == 130
-    assert "no run was finished: runs/one is what it was" in out
+    assert "no run was finished: runs/one is unchanged" in out
     assert (folder / "report.html").read_text() == page
     assert isopos(*arguments, "--overwrite")[0] == 0
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".one.lock", "one"]
@@ -325,7 +325,7 @@ def test_the_report_of_a_comparison_that_was_killed(isopos, tmp_path):
     assert {"kernel-none", "curve-rope-seed0"} <= set(found.ids)
 
 
-@pytest.mark.parametrize(("folder", "said"), [("runs", "it holds runs/one"), ("nowhere", "isopos compare makes some")])
+@pytest.mark.parametrize(("folder", "said"), [("runs", "it holds runs/one"), ("nowhere", "isopos compare writes some")])
 def test_a_report_needs_a_comparison(isopos, tmp_path, folder, said):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "comparison.json").write_text("{}")

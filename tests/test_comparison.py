@@ -72,7 +72,7 @@ def test_intervals_to_the_best_are_wider_the_more_rows_it_is_picked_from(tmp_pat
     found = _folder(tmp_path, bits)
     assert {row["to best"] for row in _cells(found)[1:]} == {"(+0.200 [-0.087, +0.487])"}
     assert not found.leads
-    assert "for all the other rows at once: 5% are divided by their number" in " ".join(found.notes())
+    assert "for all other rows at once: 5% are divided by their number" in " ".join(found.notes())
 
 
 def test_differences_are_paired_by_seed(tmp_path):

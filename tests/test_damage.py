@@ -206,7 +206,7 @@ def test_a_damaged_comparison_is_named(runs, monkeypatch):
     assert tried > 40
     (folder / "rope-seed0" / "data.json").write_text('{"name": "expressions", "sha256": "0123"}')
     with pytest.raises(
-        Damaged, match=r"data.json: sha256: expected that of the data in .*comparison.json, \w{12}, got 0123;"
+        Damaged, match=r"data.json: sha256: expected the hash of the data in .*comparison.json, \w{12}, got 0123;"
     ):
         page.write(folder)
 
@@ -216,11 +216,11 @@ def test_data_that_changed_is_scored_only_where_that_is_asked_for(isopos, runs):
     (runs.parent / "text.txt").write_text("".join(f"line {n % 5} of {n % 11} words\n" for n in range(300)))
     code, out, err = isopos("eval", "runs/a")
     assert (code, err.count("\n"), "bits" in out) == (2, 1, False)
-    assert "data: expected what runs/a/data.json says, sha256 " in err
-    assert "which changed since; give the run back its data, or score this with --other-data" in err
+    assert "data: expected sha256 " in err
+    assert "which has changed; restore the data, or score the changed data with --other-data" in err
     code, out, _ = isopos("eval", "runs/a", "--other-data")
     assert code == 0
-    assert "text.txt, which is not the data of training" in " ".join(out.split())
+    assert "text.txt, not the data of training" in " ".join(out.split())
     before, after = json.loads((runs / "a" / "eval.json").read_text())
     assert "data" not in before
     assert after["data"] != json.loads((runs / "a" / "data.json").read_text())["sha256"]
@@ -231,8 +231,8 @@ def test_rows_that_a_run_of_its_own_would_not_write(tmp_path):
     for content, message in (
         (row % 2 + row % 1, "line 2: expected a step from 2 on, got 1;"),
         (row % -1, "line 1: expected a step from 0 on, got -1;"),
-        (row % 1 + "{}", "line 2: expected a row, got the part of one;"),
-        (row % 1 + '{"stop', "line 2: expected a row, got the part of one;"),
+        (row % 1 + "{}", "line 2: expected a row, got a part of one;"),
+        (row % 1 + '{"stop', "line 2: expected a row, got a part of one;"),
     ):
         path.write_text(content)
         with pytest.raises(Damaged, match=message):
@@ -242,7 +242,7 @@ def test_rows_that_a_run_of_its_own_would_not_write(tmp_path):
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000003" / "complete.json").write_text("{}")
     with pytest.raises(
-        Damaged, match=r"metrics.jsonl: expected rows up to step 3 at least, got them up to step 2; remove it"
+        Damaged, match=r"metrics.jsonl: expected rows up to step 3 at least, got rows up to step 2; remove it"
     ):
         read_rows(path)
 

@@ -48,3 +48,19 @@ def test_an_argument_and_a_property_of_before_serve_with_a_warning():
         expected = attend(q, q, q, phases=path, causal=True)
         with pytest.warns(DeprecationWarning, match="^argument path is phases now; the old name goes"):
             assert torch.equal(attend(q, q, q, path=path, causal=True), expected)
+
+
+@torch.no_grad()
+def test_places_of_models_serve_with_a_warning():
+    scheme, tokens, x = isopos.rope(8, 2), torch.arange(5)[None], torch.arange(4, 9)[:, None]
+    encoder, translator = isopos.models.Encoder(9, 16, 1, scheme), isopos.models.Seq2Seq(9, 9, 16, 1, scheme)
+    memory = translator.encode(tokens)
+    for call, new, value in (
+        (lambda **options: encoder(tokens, **options), "indices", torch.tensor([[3, 1]])),
+        (lambda **options: translator(tokens, tokens, **options), "target_positions", x),
+        (lambda **options: translator.decode(tokens, memory, **options), "target_positions", x),
+        (lambda **options: translator.step(tokens[:, 0], memory, **options)[0], "target_positions", x[:1]),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"^argument places is {new} now; the old name goes"):
+            out = call(places=value)
+        assert torch.equal(out, call(**{new: value}))

@@ -235,7 +235,9 @@ def test_permutation_keeps_features_positive():
 
 def test_permutations_warn_of_short_orders():
     step = torch.tensor([[1, 2, 0, 4, 3], [1, 0, 2, 3, 4]])
-    with pytest.warns(UserWarning, match="permutation: 6 positions are told apart, of 7 of the longest sequence"):
+    with pytest.warns(
+        UserWarning, match="permutation: 6 positions are distinguished, fewer than the 7 of the longest sequence"
+    ):
         Permutation(step, length=7)
     assert Permutation(step, length=6).orders == (6, 2)
 

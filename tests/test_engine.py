@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_advice(run, tmp_p
         save(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"No space left on device; .*step-00000008 is whole: make room .* --resume"):
+    with pytest.raises(OSError, match=r"No space left on device; .*step-00000008 is complete: make room .* --resume"):
         run(TINY)
     monkeypatch.undo()
     assert run(TINY, resume=True) == run(TINY, "whole")

@@ -189,7 +189,7 @@ def test_a_run_is_scored_with_extended_frequencies(isopos, tmp_path):
         ("yarn:fast=1+2", "extend: fast: expected a number, got '1+2'"),
         ("yarn:truncate=no", "extend: truncate: expected true or false, got 'no'"),
         ("longrope:rescale=1+x", "extend: rescale: expected numbers joined by +, got 'x' at character 3 of '1+x'"),
-        ("yarn:factor=0.5", "factor: expected a number from 1 on"),
+        ("yarn:factor=0.5", "factor: expected a ratio of sequence lengths of at least 1"),
         ("longrope", "rescale: expected a positive factor for each pair of features, got []"),
         ("longrope:rescale=1+2", "rescale: expected a factor for each of 4 pairs of features, got 2"),
     ):

@@ -80,9 +80,9 @@ def test_an_interruption_leaves_no_part_either(tmp_path):
 def test_what_is_read_is_bounded_and_its_message_too(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("12345678")
-    assert read_text(path, "remove it", most=8) == "12345678"
+    assert read_text(path, "remove it", limit=8) == "12345678"
     with pytest.raises(Damaged, match=r"a.json: expected at most 7 bytes, got 8; remove it$"):
-        read_text(path, "remove it", most=7)
+        read_text(path, "remove it", limit=7)
     with pytest.raises(Damaged) as error:
         damaged(path, "long\n  text " * 300, "remove it")
     assert str(error.value).startswith(f"{path}: long text long text ")

@@ -24,7 +24,7 @@ MORE = {
 def test_a_run_folder_is_never_replaced_unasked(tmp_path):
     run = tmp_path / "run"
     folders.create(run, Recipe().edit(steps=3))
-    with pytest.raises(ValueError, match=r"exists; go on with it by --resume, .*--overwrite, .*--name"):
+    with pytest.raises(ValueError, match=r"exists; continue it by --resume, .*--overwrite, .*--name"):
         folders.create(run, Recipe())
     assert folders.read_recipe(run).training.steps == 3
     folders.create(run, Recipe().edit(steps=4), overwrite=True)
@@ -211,20 +211,24 @@ def test_rows_of_a_run_that_ended(tmp_path):
     with pytest.raises(ValueError, match="expected rows up to step 1 at least, got none; remove it"):
         folders.read_rows(run / "metrics.jsonl")
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected rows up to step 3, got them up to step 2; remove it"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: expected rows up to step 3, got rows up to step 2; remove it"):
         folders.read_run(run, recipe)
     rows = folders.read_rows(run / "metrics.jsonl")
     assert folders.read_run(run, recipe.edit(patience=1, validate_every=1)) == (rows, result)
     (run / "metrics.jsonl").write_text('{"step": 3, "loss": 2.0}\n{"st')
-    with pytest.raises(ValueError, match="line 2: expected a row, got the part of one; remove the line, or the file"):
+    with pytest.raises(ValueError, match="line 2: expected a row, got a part of one; remove the line, or the file"):
         folders.read_run(run, recipe)
     for status, known in (("diverged at step 2", True), ("ended", False)):
         replace(result, status=status).save(run)
         if known:
             assert Result.read(run).status == status
         else:
-            with pytest.raises(ValueError, match="status: expected finished or diverged, got 'ended'; remove it, and train"):
+            with pytest.raises(
+                ValueError, match="status: expected finished or diverged, got 'ended'; remove it; isopos train"
+            ):
                 Result.read(run)
     (run / "data.json").write_text('{"name": "a", "sha256": ""}')
-    with pytest.raises(ValueError, match="sha256: expected that of the data, got an empty text; remove it, and the data of"):
+    with pytest.raises(
+        ValueError, match="sha256: expected the hash of the data, got an empty text; remove it, and the data of"
+    ):
         fingerprint(run)

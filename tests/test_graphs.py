@@ -100,7 +100,7 @@ def test_a_graph_of_networkx_is_read():
         found.add_edges_from((names[a], names[b]) for a, b in RANDOM.tolist())
         assert torch.equal(graph(found, 4), graph(RANDOM, 4))
     assert torch.equal(graph(networkx.path_graph(5), 2), graph([[i, i + 1] for i in range(4)], 2))
-    with pytest.raises(ValueError, match="nodes: expected 5, as many as the graph has, got 6"):
+    with pytest.raises(ValueError, match="nodes: expected 5, the number of nodes of the graph, got 6"):
         graph(networkx.path_graph(5), nodes=6)
     with pytest.raises(ValueError, match="expected a connected one, got 1 of 3 nodes"):
         graph(networkx.Graph({0: [1], 2: []}))
@@ -143,7 +143,7 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
     with pytest.raises(ValueError, match=r"edges.txt, line 3: expected numbers of at most 18 digits, got 100000"):
         graph(path)
     path.write_text("# nothing\n")
-    with pytest.raises(ValueError, match=r"edges.txt: expected a line an edge, two numbers of nodes, got none"):
+    with pytest.raises(ValueError, match=r"edges.txt: expected one edge per line, two numbers of nodes, got none"):
         graph(path)
     with pytest.raises(FileNotFoundError):
         graph(tmp_path / "none.txt")
@@ -154,7 +154,7 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
     [
         (
             lambda: graph([[0, 1], [2, 3], [3, 4]]),
-            "expected a connected one, got 3 of 5 nodes that no path joins with node 0",
+            "expected a connected one, got 3 of 5 nodes without a path to node 0",
         ),
         (lambda: graph([[0, 1]], nodes=3), "expected a connected one, got 1 of 3 nodes"),
         (lambda: graph([[0, 3]], nodes=3), "expected nodes from 0 to 2, got 0 to 3"),

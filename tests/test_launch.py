@@ -208,7 +208,7 @@ def test_what_there_is_not_to_list_or_evaluate(isopos, tmp_path):
         if path.name in ("model.safetensors", "complete.json"):
             path.unlink()
     assert "expected weights or a checkpoint" in isopos("eval", "runs/quickstart")[2]
-    with pytest.raises(ValueError, match="which a run has when it ends"):
+    with pytest.raises(ValueError, match="which are written when a run ends"):
         lab.load("runs/quickstart")
 
 

@@ -294,7 +294,11 @@ def _rotate(_, x, dtype=torch.float32):
 
 def test_widths_are_compared_with_what_is_declared():
     assert laws.check(_of_width(4, 4, _rotate)).holds
-    for features, out_features, found in ((4, 8, "it says 4 and 8"), (6, 6, "it says 6 and 6"), (6, 4, "it says 6 and 4")):
+    for features, out_features, found in (
+        (4, 8, "it declares 4 and 8"),
+        (6, 6, "it declares 6 and 6"),
+        (6, 4, "it declares 6 and 4"),
+    ):
         report = laws.check(_of_width(features, out_features, _rotate))
         assert "width" in report.broken
         assert not report.holds
@@ -329,7 +333,7 @@ def test_direction_and_positivity_are_properties_not_laws():
     unitary, rope = laws.check(isopos.lrpe_unitary(8, 2)), laws.check(isopos.rope(8, 2))
     assert unitary.holds
     assert not unitary["directional"].holds
-    assert "direction-blind" in str(unitary)
+    assert "symmetric in the direction" in str(unitary)
     assert rope["directional"].holds
     encoded = [laws.check(isopos.rope(2, 8, denominator="encoded"), seed=seed)["positive"].holds for seed in range(5)]
     assert not all(encoded)  # a rotated denominator at d = 2 is often negative

@@ -127,11 +127,11 @@ def test_layers_without_positions_are_among_those_of_a_grid():
         (lambda: Decoder(9, 16, 2, [isopos.rope(8, 2)]), "^scheme: expected one for each of 2 layers, got 1"),
         (
             lambda: PerLayer([isopos.rope(8), isopos.ape_tree(8, 2)]),
-            "one kind in all layers, got those of a line, a tree",
+            "one kind in all layers, got a line and a tree",
         ),
         (
             lambda: PerLayer([isopos.rope(8), isopos.sinusoidal(8, 2)]),
-            "^scheme: expected an embedding, .* in the first",
+            "^scheme: expected an embedding in the first layer only",
         ),
         (lambda: layered("rope*3+none", 6), "^layers: expected a multiple of the 4 of rope.3.none, got 6"),
         (lambda: of_layers("rope*0+none"), "expected a number of layers after .* got '0' at character 6 of 'rope.0.none'"),

@@ -348,7 +348,7 @@ def test_positions_are_interpolated_where_frequencies_make_no_series(name):
         options = {"rescale": [2.0] if name == "grape" else RESCALE} if kind == "longrope" else {}
         if kind not in known:
             with pytest.raises(
-                ValueError, match=f"^extend: expected linear.* for {'a plane' if name == 'grape' else 'gener'}"
+                ValueError, match=f"^extend: expected linear.* for {'a single plane' if name == 'grape' else 'gener'}"
             ):
                 scheme.extend(kind, factor=2, trained=4, **options)
             assert scheme.extension is None
@@ -412,10 +412,10 @@ def test_schemes_without_rotary_frequencies(scheme):
     ("call", "message"),
     [
         (lambda s: s.extend("ntk", factor=2), r"extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'ntk'"),
-        (lambda s: s.extend("linear", factor=0.5), r"factor: expected a number from 1 on, .* got 0.5"),
+        (lambda s: s.extend("linear", factor=0.5), r"factor: expected a ratio of sequence lengths of at least 1, got 0.5"),
         (lambda s: s.extend("linear", factor=math.inf), r"factor: expected"),
         (lambda s: s.extend("linear", factor=math.nan), r"factor: expected"),
-        (lambda s: s.extend("yarn", factor=2), r"trained: expected the number of positions in training, which yarn goes by"),
+        (lambda s: s.extend("yarn", factor=2), r"trained: expected the number of positions in training, which yarn needs"),
         (lambda s: s.extend("llama3", factor=2), r"trained: .* llama3"),
         (lambda s: s.extend("longrope", factor=2, rescale=RESCALE), r"trained: .* longrope"),
         (lambda s: s.extend("yarn", factor=2, trained=1), r"trained: expected an integer of at least 2, got 1"),

@@ -178,7 +178,9 @@ def test_impossible_cutoffs_are_refused():
     for cutoffs in ((0,), (5, 5), (20, 5), (50,)):
         with pytest.raises(ValueError, match="cutoffs: expected increasing numbers from 1 to 49"):
             Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=cutoffs)
-    with pytest.raises(ValueError, match="cutoffs: expected at most 2 for a width of 16, which each divides by 4, got 3"):
+    with pytest.raises(
+        ValueError, match="cutoffs: expected at most 2 for a width of 16, which each cutoff divides by 4, got 3"
+    ):
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5, 10, 20))
 
 
@@ -199,7 +201,7 @@ def test_a_tied_head_has_the_vectors_of_tokens():
 
 
 def test_a_tied_head_is_refused_beside_cutoffs():
-    with pytest.raises(ValueError, match=r"tied: expected an ordinary softmax, got cutoffs \(5,\); give one of both"):
+    with pytest.raises(ValueError, match=r"tied: expected no cutoffs with a tied head, got \(5,\); choose one of the two"):
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5,), tied=True)
 
 

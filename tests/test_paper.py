@@ -289,7 +289,7 @@ def test_a_column_may_show_a_validation_in_the_midst_of_training(tmp_path, curve
     [
         ("", "after = 0", "end: expected after from 0 to 1, and below 1 for accuracy, got 0"),
         ("", 'after = 0.5\nsplit = "test"', "end: expected after from 0 to 1, and below 1 for accuracy, got 0.5"),
-        ('along = "shift"', "view = { height = 8 }", "end: expected a view with shift, by which the picture shows columns"),
+        ('along = "shift"', "view = { height = 8 }", "end: expected a view with shift, the x axis of the picture"),
         ("", "view = { shft = 8 }", "shft: expected none, which samples of this task do not have"),
     ],
 )

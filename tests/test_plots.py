@@ -38,7 +38,7 @@ def test_a_picture_has_ink_and_is_named_after_its_scheme():
     [
         ("permuteformer", "repeats after"),
         ("ape-ring:period=12", "period 12"),
-        ("lrpe-unitary", "direction-blind"),
+        ("lrpe-unitary", "symmetric in the direction"),
         ("t5", "tables that start at zero drawn at random"),
         ("rope:decay=alibi", "decay alibi"),
     ],

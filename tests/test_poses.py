@@ -228,14 +228,14 @@ def test_no_cameras_have_no_positions():
     ("call", "message"),
     [
         (lambda: cameras(torch.eye(4)), r"pose: expected floats \[\*b n 4 4\], camera to world, got torch.float32 \[4, 4\]"),
-        (lambda: cameras(poses().mT), r"last row is \(0, 0, 0, 1\), got others; transposed ones need .mT"),
+        (lambda: cameras(poses().mT), r"last row \(0, 0, 0, 1\), got other ones; transpose with .mT"),
         (lambda: cameras(2 * torch.eye(4)[None]), "last row"),
         (lambda: cameras(torch.diag(torch.tensor([2.0, 2, 2, 1]))[None]), "pose: expected rotations .* without a scale"),
         (lambda: cameras(poses(), K.mT), r"intrinsics: expected \[fx s cx"),
         (lambda: cameras(poses(), -K), r"intrinsics: expected \[fx s cx"),
         (lambda: cameras(poses(), torch.eye(4)), r"intrinsics: expected \[\*b n 3 3\] or \[3 3\], got \[4, 4\]"),
         (lambda: cameras(poses(), K.expand(2, 3, 3)), r"intrinsics: expected \[3 3\] or \[3, 3, 3\], got \[2, 3, 3\]"),
-        (lambda: cameras(poses(), size=(640, 480)), "size: expected none without intrinsics"),
+        (lambda: cameras(poses(), size=(640, 480)), "size: expected None without intrinsics"),
         *(
             (lambda size=size: cameras(poses(), K, size=size), "size: expected a positive width and height, got")
             for size in ((0, 480), (torch.inf, 480), (640, torch.nan), (640,), 640, ("wide", 480))
@@ -253,9 +253,9 @@ def test_no_cameras_have_no_positions():
             lambda: schemes.prope(16, 2, decay="retnet"),
             "decay: expected 'none', since a log decay needs positions on a line",
         ),
-        (lambda: schemes.cosformer(8, transport=True), "transport: expected False beside Rotary"),
-        (lambda: schemes.permuteformer(8, 2, width=4, transport=True), "transport: expected False beside Permutation"),
-        (lambda: schemes.pope(8, 2, transport=True), "transport: expected False beside Polar"),
+        (lambda: schemes.cosformer(8, transport=True), "transport: expected False with Rotary"),
+        (lambda: schemes.permuteformer(8, 2, width=4, transport=True), "transport: expected False with Permutation"),
+        (lambda: schemes.pope(8, 2, transport=True), "transport: expected False with Polar"),
     ],
 )
 def test_bad_calls(call, message):

@@ -345,7 +345,7 @@ def test_a_delay_is_one_shift():
             ValueError,
             r"times: .*years 1 to 9999.* from 1.7e\+12 to 1.7e\+12 seconds since 1970",
         ),
-        (lambda: timestamps([]), ValueError, "start: expected a time where there are no times"),
+        (lambda: timestamps([]), ValueError, "start: expected a time, since times is empty"),
         (lambda: timestamps(torch.tensor(3.0)), ValueError, r"times: expected finite ones .*\[\*b t\]"),
         (lambda: timestamps(torch.tensor([torch.nan])), ValueError, "times: expected finite ones"),
     ],

@@ -43,7 +43,7 @@ def shown(tmp_path):
         folder = tmp_path / "toy"
         folder.mkdir(exist_ok=True)
         (folder / "table.md").write_text(TABLE.format(better=better, more=more))
-        return results_page.shown_in(tmp_path)
+        return results_page.read_all(tmp_path)
 
     return written
 
@@ -83,7 +83,7 @@ def test_higher_is_better_turns_every_order(shown):
 
 def test_two_seeds_have_no_interval(shown):
     (toy,) = shown()
-    toy = replace(toy, said=[text.replace("3 seeds", "2 seeds") for text in toy.said])
+    toy = replace(toy, notes=[text.replace("3 seeds", "2 seeds") for text in toy.notes])
     lines = results_page.findings([toy]).splitlines()
     assert lines[3] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (2 seeds: no interval)."
     assert "- right: of 3 pairs of rows by means alone (2 seeds) 2 in the paper's order, 1 not, 0 level" in "\n".join(lines)
@@ -103,8 +103,8 @@ def test_seeds_that_are_missing_are_not_counted(tmp_path, said, seeds, words):
     text = TABLE.format(better="lower", more=PAIRED).replace("left", "WikiText-103 val").replace("3 seeds", f"{seeds} seeds")
     path = tmp_path / "table.md"
     path.write_text(text.replace("Missing: Type1 on two, seeds 1, 2.", said))
-    assert results_page.read(path).ahead("WikiText-103 val", "a|b", "PER").summary == words
-    paired = results_page.read(path).ahead("WikiText-103 val", "Rope", "PER")  # by the distance
+    assert results_page.read(path).lead("WikiText-103 val", "a|b", "PER").summary == words
+    paired = results_page.read(path).lead("WikiText-103 val", "Rope", "PER")  # by the distance
     assert paired.excludes_zero == ("no interval" not in words)
 
 
@@ -127,19 +127,19 @@ def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):
     shown()
     figures = {"PER": {"0": 5.0, "1": 6.0, "2": 4.0}, "a|b": {"0": 5.1, "1": 6.2, "2": 4.3}, "Rope": {"2": 4.5, "5": 5.0}}
     (tmp_path / "toy" / "figures.json").write_text(json.dumps({"WikiText-103 val": figures}))
-    (toy,) = results_page.shown_in(tmp_path)
-    ahead = toy.ahead("WikiText-103 val", "PER", "a|b")
+    (toy,) = results_page.read_all(tmp_path)
+    ahead = toy.lead("WikiText-103 val", "PER", "a|b")
     assert (round(ahead.mean, 6), round(ahead.half, 3), ahead.summary) == (
         0.2,
         0.248,
         "95% interval, 3 seeds: no difference shown",
     )
-    assert toy.ahead("WikiText-103 val", "a|b", "Rope").summary == "one seed"
+    assert toy.lead("WikiText-103 val", "a|b", "Rope").summary == "one seed"
 
 
 def test_rounds_have_quartiles_and_no_interval(shown):
     (toy,) = shown()
-    toy = replace(toy, said=["Figures are medians of the rounds' ratios to the baseline, and half the range"])
+    toy = replace(toy, notes=["Figures are medians of the rounds' ratios to the baseline, and half the range"])
     lines = results_page.findings([toy]).splitlines()
     assert lines[3] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (quartiles overlap)."
     assert "of 3 pairs of rows 2 in the paper's order, 0 not, 1 with quartiles that overlap" in "\n".join(lines)
@@ -170,12 +170,12 @@ def test_rises_are_those_of_lengths(shown):
 
 @pytest.fixture(scope="module")
 def tables():
-    return {one.name: one for one in results_page.shown_in()}
+    return {one.name: one for one in results_page.read_all()}
 
 
 def test_orders_are_those_that_the_tables_state(tables):
     for one in tables.values():
-        stated = {text.split(":")[0]: text for text in one.said if "rank correlation with the paper" in text}
+        stated = {text.split(":")[0]: text for text in one.notes if "rank correlation with the paper" in text}
         derived = [text for text in results_page.findings([one]).splitlines() if "rank correlation" in text]
         assert len(derived) == len(stated)
         for text in derived:
@@ -194,7 +194,7 @@ def test_what_the_page_makes_of_decays_is_true(tables):
 
 def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
     four, two = tables["permuteformer-4"], tables["lrpe-2"]
-    assert not four.ahead("WikiText-103 test", "Transformer", "Performer").excludes_zero
+    assert not four.lead("WikiText-103 test", "Transformer", "Performer").excludes_zero
     for column, figures in two.ours.items():
         assert two.sort(column, {row: figure for row, (figure, _) in figures.items()})[1] == "rope with softmax attention"
     first, *_, last = tables["lengths"].ours.values()

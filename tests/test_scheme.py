@@ -107,7 +107,7 @@ def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, ki
 def test_only_streams_go_on_to_other_layers():
     scheme = isopos.rope(HEAD_DIM, HEADS)
     with pytest.raises(
-        ValueError, match=r"state: expected arguments of a stream, scheme\.at\(x, state=\.\.\.\), got those of"
+        ValueError, match=r"state: expected arguments of a stream, scheme\.at\(x, state=\.\.\.\), got arguments without"
     ):
         scheme.at(sequence(3)).of(State())
     other = isopos.rope(HEAD_DIM, HEADS, base=100.0)

@@ -358,14 +358,14 @@ def test_decays_need_a_line(case):
 
 
 def test_clipped_terms_take_no_decay_in_linear_attention():
-    with pytest.raises(ValueError, match="decay: expected 'none' beside clipped keys"):
+    with pytest.raises(ValueError, match="decay: expected 'none' with clipped keys"):
         schemes.horn_clipped(8, 2, decay="retnet")
     assert schemes.horn_clipped(8, 2, attention="softmax", decay="retnet").decay is not None
 
 
 @each("name", SOFTMAX_ONLY)
 def test_terms_of_logits_do_not_factor(name):
-    with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds to logits"):
+    with pytest.raises(ValueError, match=rf"attention: expected softmax, got linear: {name} adds a term"):
         schemes.REGISTRY[name](8, 2, attention="linear")
 
 
@@ -550,7 +550,7 @@ def test_ablations_of_permuteformer():
 
 
 def test_permuteformer_warns_of_short_orders():
-    with pytest.warns(UserWarning, match="positions are told apart, of 100000 of the longest sequence"):
+    with pytest.warns(UserWarning, match="positions are distinguished, fewer than the 100000 of the longest sequence"):
         schemes.permuteformer(HEAD_DIM, 1, length=100000)
     assert schemes.permuteformer(64, 1, orders="long", length=2042040).encoding.common_order == 2042040
 
@@ -804,9 +804,9 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.permuteformer_2d(8, 1, orders="short"), r"orders: expected one of random, long"),
         (lambda: schemes.permuteformer_2d(2, 1, axes=3), r"head size: expected at least 3 features for 3 parts, got 2"),
         (lambda: schemes.t5(8, 1, buckets=3), r"buckets: expected an even number"),
-        (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance beyond the near ones"),
+        (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance larger than"),
         (lambda: schemes.deberta(8, 1, buckets=2), r"buckets: expected at least 4"),
-        (lambda: schemes.deberta(8, 1, max_distance=100), r"max_distance beyond 129, got 256 and 100"),
+        (lambda: schemes.deberta(8, 1, max_distance=100), r"max_distance larger than 129, got 256 and 100"),
         (lambda: schemes.transformer_xl(8, 1, model_dim=5), r"width: expected an even number of sinusoids, got 5"),
         (lambda: schemes.ape_absolute(8, 1, side="both"), r"side: expected query or key, got 'both'"),
         (lambda: schemes.ape_grid(8, 1, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
@@ -871,7 +871,7 @@ def test_what_at_returns_is_a_frozen_value():
     at = schemes.t5(8, 2, decay="alibi").at(sequence(3))
     changes = (lambda: at.update(scale=2.0), lambda: at.pop("scale"), lambda: operator.setitem(at, "scale", 2.0), at.clear)
     for change in changes:
-        with pytest.raises(TypeError, match="expected no change of what a scheme gave"):
+        with pytest.raises(TypeError, match="expected no change, since layers share them"):
             change()
     with pytest.raises(KeyError):
         at["state"]
@@ -1033,7 +1033,7 @@ def test_scales_beyond_float16_stay_inside_attention():
     [
         (
             {"attention": Linear(inside=True), "bias": biases.ClippedKeys(2, 8)},
-            "inside: expected False beside a relative bias",
+            "inside: expected False with a relative bias",
         ),
         ({"attention": "softmax", "bias": biases.T5(4)}, "bias: expected positions of .* and 2 heads"),
         ({"attention": "softmax", "bias": biases.ClippedKeys(2, 8, axes=2)}, "bias: expected positions of"),
@@ -1047,7 +1047,7 @@ def test_parts_that_do_not_fit(parts, message):
 @each(
     ("fields", "message"),
     [
-        ({"attention": "softmax", "inside": True}, "inside: expected False beside softmax"),
+        ({"attention": "softmax", "inside": True}, "inside: expected False with softmax"),
         ({"attention": "softmax", "scale": math.nan}, "scale: expected a positive number"),
         ({"attention": "softmax", "feature_map": "elu+1"}, "feature_map: expected no choice with softmax attention"),
         ({"attention": "softmax", "denominator": "plain"}, "denominator: expected no choice with softmax attention"),
@@ -1075,7 +1075,7 @@ def test_presets_take_a_kind_or_its_fields():
         assert schemes.REGISTRY[one.origin[0]](**one.origin[1]).fingerprint == one.fingerprint
     assert schemes.permuteformer(8, 2, attention=kinds.Linear()).choices["denominator"] == "plain", "no preset's default"
     assert (kinds.Linear().denominator, kinds.Linear(inside=True).denominator) == ("plain", "encoded")
-    with pytest.raises(TypeError, match="inside: expected none beside this scheme, which decides it itself, got True"):
+    with pytest.raises(TypeError, match="inside: expected none, since this scheme determines it, got True"):
         schemes.spe_sine(8, 2, attention=kinds.Linear(inside=True))
 
 
@@ -1092,7 +1092,7 @@ def test_an_encoding_may_act_ahead_of_the_feature_map():
 @each("name", ["none", "rope", "xpos", "cosformer"])
 def test_a_decay_needs_heads(name):
     assert schemes.REGISTRY[name](8).heads == 1
-    with pytest.raises(ValueError, match="heads: expected their number beside a decay"):
+    with pytest.raises(ValueError, match="heads: expected their number with a decay"):
         schemes.REGISTRY[name](8, decay="retnet")
     assert schemes.REGISTRY[name](8, 1, decay="retnet").decay is not None
 
@@ -1242,7 +1242,7 @@ APART = [case for case in PRESETS if not isinstance(case.build().encoding, encod
 @each("case", APART, ids=ids)
 def test_what_maps_queries_and_keys_apart_says_so(case):
     encoding = case.build().encoding
-    with pytest.raises(TypeError, match=f"query.* key.* since {type(encoding).__name__} maps them apart.* scheme.at"):
+    with pytest.raises(TypeError, match=f"query.* key.* since {type(encoding).__name__} maps them differently.* scheme.at"):
         encoding(sequence(3))
 
 
@@ -1281,7 +1281,7 @@ def test_orders_of_a_grid_are_those_of_its_axes(axes):
 def test_axes_of_permutations_are_drawn_apart():
     one, other = (schemes.permuteformer_2d(16, 2, seed=seed).encoding.table[0] for seed in (0, 1))
     assert not any((one[1, h, 8:] - 8).equal(first[0, h, :8]) for h in range(2) for first in (one, other))
-    with pytest.warns(UserWarning, match="positions are told apart, of 50 of the longest sequence"):
+    with pytest.warns(UserWarning, match="positions are distinguished, fewer than the 50 of the longest sequence"):
         schemes.permuteformer_2d(8, 2, length=50)
 
 
@@ -1361,5 +1361,5 @@ def test_a_complex_basis_of_real_vectors_is_equation_22_and_tells_direction(thet
     close(blind, blind.mT)
     with pytest.raises(ValueError, match="basis: expected one of identity, householder, odd-even, fourier, got 'dft'"):
         schemes.lrpe_unitary(HEAD_DIM, HEADS, basis="dft", complex=True)
-    with pytest.raises(ValueError, match="Spectrum, which no projection of this size can hold"):
+    with pytest.raises(ValueError, match="Spectrum, so projections of this size cannot contain it"):
         isopos.nn.absorb(schemes.lrpe_unitary(8, 2, basis="dft", attention="softmax"), torch.nn.Linear(16, 16))

@@ -62,7 +62,7 @@ def test_every_scheme_says_what_differs_from_its_authors_code(generated):
     page = generated["docs/schemes.md"][1]
     assert "| name | code | differs from the authors' code in |" in page
     for name, code in AUTHORS.items():
-        assert f"| `{name}` | {code.where} | {code.said} |" in page
+        assert f"| `{name}` | {code.where} | {code.summary} |" in page
         assert "/" in code.where or not code.differs, f"{name}: expected a repository whose code differs"
 
 

@@ -44,7 +44,7 @@ both = over_structures(
 def test_who_sees_whom(case, kind):
     """No slot sees later targets; every slot sees the whole source."""
     if not crosses(case, kind):
-        with pytest.raises(ValueError, match="decay: expected 'none' in linear attention of targets to sources"):
+        with pytest.raises(ValueError, match="decay: expected 'none' for linear cross-attention"):
             made(case, kind)
         return
     model, (source, target, x, y) = made(case, kind), samples(case, 2)

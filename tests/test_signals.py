@@ -13,7 +13,7 @@ from isopos.lab.training import run as training
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
 COMPARE = ["compare", "--schemes", "none,rope", "--name", "one", *TINY]
-BOTH = pytest.mark.parametrize("number", signals.ENDING)
+BOTH = pytest.mark.parametrize("number", signals.SIGNALS)
 """Tests that train take one signal each: what tells signals apart is below them."""
 
 

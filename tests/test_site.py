@@ -78,7 +78,7 @@ def test_the_code_of_a_page_stands_at_its_lines(tmp_path):
     ("before", "after", "said"),
     [
         ("print(n + 1)", "pass", None),
-        ("print(n + 1)", "print(n + 1)", "expected that it prints\n2\ngot\n2\n3"),
+        ("print(n + 1)", "print(n + 1)", "expected the output\n2\ngot\n2\n3"),
         ("print(n + 1)", "raise RuntimeError('no')", 'File "<stdin>", line 15'),
     ],
 )

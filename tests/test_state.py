@@ -303,7 +303,7 @@ def test_nothing_streams(kind, batch, t):
 
 def test_in_place_is_a_stream_now():
     with pytest.warns(
-        DeprecationWarning, match=r"in_place has no effect on a State now, isopos\.Stream writes over its sums"
+        DeprecationWarning, match=r"in_place has no effect on a State now, isopos\.Stream overwrites its sums"
     ):
         state = State(in_place=True)
     q, k, v = inputs(1, t=2)

@@ -506,7 +506,7 @@ def test_after_a_signal_the_same_command_goes_on(tmp_path, number):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number), out
     if number == signal.SIGINT:
-        assert "the same command goes on" in out
+        assert "the same command continues" in out
         assert "Missing: " in out
     again = _start(tmp_path, *rows)
     out, _ = again.communicate(timeout=120)
@@ -593,17 +593,17 @@ def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(reproduce, "try_lock", lambda *_: contextlib.nullcontext(False))
     with pytest.raises(
-        ValueError, match=r"expected .*about.json to be free within seconds, but process .* has it; start again"
+        ValueError, match=r"expected .*about.json to be free within seconds, but process .* has its lock; start again"
     ):
         reproduce._note(tmp_path, table, reproduce.Options("lrpe-2"), {}, "cpu")
 
 
-def test_rounds_are_lacking_by_row(tmp_path):
+def test_missing_rounds_by_row(tmp_path):
     table = load_table("lrpe-6")
     rows = [table.row(name) for name in ("Base", "Rope", "Type2")]
     rounds = [{"Base": 1.0, "Rope": 1.0}] * 20 + [{"Base": 1.0, "Type2": 1.0}] * 3
     (tmp_path / "timing.json").write_text(json.dumps(rounds))
-    assert reproduce._lacking(rows, tmp_path, "") == {"Rope": 1, "Type2": 18}
+    assert reproduce._missing_rounds(rows, tmp_path, "") == {"Rope": 1, "Type2": 18}
 
 
 def test_a_metric_of_a_split_that_the_data_lack_is_of_the_validation(tmp_path, monkeypatch):

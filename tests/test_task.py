@@ -36,7 +36,7 @@ def test_a_comparison_has_the_highest_on_top(own, isopos, tmp_path):
     length = isopos("eval", "runs/a/rope-seed1", "--length=2")[2]
     assert "length: expected none, which samples of this task do not have; it takes split, limit" in length
     assert "split: expected one of validation" in isopos("eval", "runs/a/rope-seed1", "--split=test")[2]
-    assert "expected a language model, got one of the task toy_task:Order" in isopos("generate", "runs/a/rope-seed1")[2]
+    assert "expected a language model, got a model of the task toy_task:Order" in isopos("generate", "runs/a/rope-seed1")[2]
 
 
 def test_random_tokens_are_those_of_their_step_and_scored_where_they_stand():
@@ -106,7 +106,7 @@ def test_figures_and_views_that_a_task_does_not_have():
     [
         (("train", "--steps=5", "listops"), "recipe: expected it first, isopos train listops"),
         (("train", "--name", "listops", "typo"), "recipe: expected it first, isopos train typo"),
-        (("train", "bidirectional", "--scale=tiny"), "scale: expected none beside a task"),
+        (("train", "bidirectional", "--scale=tiny"), "scale: expected none for a task"),
     ],
 )
 def test_the_recipe_that_is_named_is_trained_or_none(isopos, tmp_path, arguments, message):

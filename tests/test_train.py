@@ -129,7 +129,7 @@ def test_weights_that_cannot_be_written_are_said_and_those_of_the_last_checkpoin
         patch.setattr(checkpoints, "save_model", full)
         with pytest.raises(
             OSError,
-            match=r"weights: cannot write .*model\.safetensors: No space.*; make room and go on from .*step-00000012",
+            match=r"weights: cannot write .*model\.safetensors: No space.*; make room and continue from .*step-00000012",
         ):
             train.train(recipe, source, tmp_path / "run")
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]

@@ -282,7 +282,7 @@ def test_longer_pairs_are_left_out_and_what_cannot_be_is_refused():
     assert recipe.task.model(recipe).scheme.max_length == recipe.task.longest
     for scheme, message in (
         ("ape-tree", "schemes: expected positions on a line, which sequences have"),
-        ("retnet", "decay: expected 'none' in linear attention of targets to sources"),
+        ("retnet", "decay: expected 'none' for linear cross-attention"),
         ("learned:length=4", "longest: expected at most 4, for which learned:length=4 has positions"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -315,7 +315,7 @@ def test_runs_are_exported(hf, tmp_path, isopos):
     code, _, said = isopos("export", "run", "out")
     assert (code, said.splitlines()[-1]) == (
         2,
-        "isopos: folder: expected a new one, got out, which is there; remove it or name another",
+        "isopos: folder: expected a new folder, got out, which exists; remove it or choose another",
     )
     assert isopos("export", "nowhere", "new")[0] == 2
 

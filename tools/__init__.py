@@ -1,1 +1,1 @@
-"""What makes pages of the documentation; not part of the package."""
+"""Tools that generate and check the documentation; not part of the package."""

@@ -1,4 +1,4 @@
-"""docs/exactness.md, measured here, which takes minutes: `COMMAND` writes it."""
+"""docs/exactness.md: `COMMAND` measures and writes it, in minutes."""
 
 import platform
 
@@ -15,42 +15,40 @@ COMMAND = "python -m tools.exactness_page > docs/exactness.md"
 INTRODUCTION = """\
 # Exactness
 
-A scheme gives one answer over a whole sequence, in chunks, token by token, packed, padded, at any position and in any
-precision. This page says how far from it each setting was in one run.
+A scheme gives the same outputs for a whole sequence, in chunks, token by token, packed, padded, at any position and in any
+precision. This page has the errors of each setting in one run.
 `{command}` writes it (with `isopos[lab,peers]`),
 `isopos bench exactness` measures your machine; the digits of rounding errors differ between machines.
 
-**What is measured.** Largest |output - reference| over max(1, largest |reference|), of {batch} samples of {length} tokens,
+**Measurement.** Largest |output - reference| divided by max(1, largest |reference|), of {batch} samples of {length} tokens,
 with {heads} heads of {head_dim} features, normal random inputs and default options; learned tables that start at zero are
-filled at random. The reference is the quadratic definition of the same rounded inputs, every weight formed, in float64
-throughout. It never streams, packs or pads: packed and padded sequences are compared with each sequence alone, streams with
-the whole, and positions from 2^31 on with the same sequence from 0 on where the scheme is relative. Additive embeddings are
+filled at random. The reference is the quadratic definition in float64, which forms every weight, of the same rounded inputs.
+It does not stream, pack or pad: packed and padded sequences are compared with each sequence by itself, streams with the
+whole sequence, and positions from 2^31 on, for relative schemes, with the same sequence from 0 on. Additive embeddings are
 added in the inputs' dtype, as in a model, and their rounding counts.
 
 **What to expect.** A number near 1 is rounded by up to 1e-16 in float64, 6e-8 in float32, 4e-3 in bfloat16 and 5e-4 in
 float16. Linear attention sums in float32 or wider and rounds once, at the end; softmax attention rounds queries and keys
 again after rho, and the rest is PyTorch's kernel. An angle at 2^31 is rounded even in float64, by up to 2e-7, and packed
-sequences with a decay lose some digits of float64 to the jumps that keep them apart. 0 is the same operations in the same
-order.
+sequences with a decay lose some digits of float64 to the jumps that separate them. 0: the same operations in the same order.
 
-"-" is refused, and a number in brackets leads to the reason, below the tables. Beside a scheme's name it holds for the whole
-row: the figures are then those of the other attention. Here: torch {torch}, {machine}, one thread.
+"-" means refused; a number in brackets refers to the reason below the tables. After a scheme's name it applies to the whole
+row, whose figures are for the other kind of attention. Here: torch {torch}, {machine}, one thread.
 """
 BESIDE = """\
 ## Beside other libraries
 
 Rotary embeddings of {head_dim} features, base 10000, at {length} positions from the one named on: in float32, with bfloat16
 inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
-pairs of features are (1, 0), so that rotation shows cosines and sines. An error of 2 is half a turn, and 2e-3 is the
-rounding of a result in bfloat16. Scores are products of rotated unit vectors, summed in float64. "-": a table that is filled
-from position 0 on, by a loop, does not reach so far in a minute. What schemes
-compute beside other libraries' code, each with its reason where they differ, is in [peers.md](peers.md).
+pairs of features are (1, 0), so that rotated features are cosines and sines. An error of 2 is half a turn, and 2e-3 is the
+rounding of a result in bfloat16. Scores are products of rotated unit vectors, summed in float64. "-": a loop that fills a
+table from position 0 on takes more than a minute. [peers.md](peers.md) compares results with other libraries' code.
 
-**Ties.** RoFormer of transformers builds its table in float64, too: in float32 it is as exact as isopos, as far as it
-reaches, and with bfloat16 inputs more exact, since it then returns float32. With bfloat16 inputs, transformers' Llama and
-x-transformers, whose angles stay float32, are at 10^4 as exact as bfloat16 can be; further out their angles are not. A cast
-of the module rounds RoFormer's table once, which ties again. Elsewhere isopos is closer: rotary-embedding-torch counts
-positions in the dtype of its inputs, and a cast rounds the frequencies of all three others.
+**Ties.** RoFormer of transformers also builds its table in float64. In float32 it is as exact as isopos up to its largest
+position, and with bfloat16 inputs it is more exact, because it then returns float32. With bfloat16 inputs, transformers'
+Llama and x-transformers keep float32 angles: at 10^4 they are as exact as bfloat16 allows, at larger positions they are not.
+A cast of the module rounds RoFormer's table once, which ties again. In other cases isopos is more exact:
+rotary-embedding-torch counts positions in the dtype of its inputs, and a cast rounds the frequencies of the other three.
 {missing}"""
 
 

@@ -10,7 +10,7 @@ from isopos.schemes import build
 from tools.pages import ROOT
 
 PATH = ROOT / "docs" / "kernels.svg"
-SHOWN = (
+PANELS = (
     ("rope", "rope: a line"),
     ("permuteformer", "permuteformer: a line, with its decay"),
     ("ape-ring", "ape-ring: a ring of 128"),
@@ -21,9 +21,9 @@ SHOWN = (
 
 
 def write() -> None:
-    """Kernels of six schemes, in linear attention."""
+    """Draw the kernels of six schemes with linear attention."""
     figure = Figure(figsize=(11, 5.4), layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(2, 3).flat, SHOWN, strict=True):
+    for axes, (name, title) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         _draw(axes, name)
         axes.set_title(title, fontsize=11)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):
@@ -43,8 +43,8 @@ def _draw(axes: Axes, name: str) -> None:
         axes.set(xlabel="columns from query to key", ylabel="rows")
     else:
         mean = score.mean(0)
-        for one in score:
-            axes.plot(offset[:, 0], one, color=HEAD, alpha=0.3, linewidth=0.7)
+        for head in score:
+            axes.plot(offset[:, 0], head, color=HEAD, alpha=0.3, linewidth=0.7)
         axes.plot(offset[:, 0], mean, color="#000000", linewidth=1.8)
         axes.plot(offset[:, 0], (mean + mean.flip(0)) / 2, "--", color=EVEN, linewidth=1.3)
         axes.plot(offset[:, 0], (mean - mean.flip(0)) / 2, "-.", color=ODD, linewidth=1.3)

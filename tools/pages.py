@@ -1,4 +1,4 @@
-"""Pages of the documentation: where they are, and how their tables are read."""
+"""Reading tables from pages of the documentation."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ Rows = list[list[str]]
 
 
 def cells(line: str) -> list[str]:
-    r"""The cells of a line of a table.
+    r"""The cells in a line of a table.
 
     Examples:
         >>> cells("| a | b \| c |")
@@ -21,7 +21,7 @@ def cells(line: str) -> list[str]:
 
 
 def tables(page: Path) -> list[Rows]:
-    """The tables of a page: rows of cells, titles first, without the rule below them."""
+    """The tables of a page: rows of cells, beginning with the titles, without the rule below them."""
     lines = page.read_text(encoding="utf-8").splitlines()
     parts = (list(part) for is_table, part in itertools.groupby(lines, lambda line: line.startswith("|")) if is_table)
     return [[cells(line) for n, line in enumerate(part) if n != 1] for part in parts]

@@ -1,4 +1,4 @@
-"""docs/performance-tables.md from runs, and the summary of docs/performance.md from those tables.
+"""docs/performance-tables.md from runs, and the summary in docs/performance.md from these tables.
 
 python -m tools.performance_page {FOLDER,OTHERS}/bench.json > docs/performance-tables.md
 python -m tools.generate
@@ -35,7 +35,7 @@ they were measured and which goals were not met.
 
 **Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}."""
 
-SUMMARY = (  # what a user decides by: question, workload, compared with
+SUMMARY = (  # task, workload, baseline
     ("Train causal linear attention, L=2048", "causal, forward + backward, B=2 H=8 L=2048 d=64", "fast-transformers"),
     ("Train causal linear attention, L=8192", "causal, forward + backward, B=2 H=8 L=8192 d=64", "fast-transformers"),
     ("Train causal linear attention, L=2048", "causal, forward + backward, B=2 H=8 L=2048 d=64", "softmax (SDPA)"),
@@ -66,37 +66,36 @@ SUMMARY = (  # what a user decides by: question, workload, compared with
 
 
 def summary() -> str:
-    """The races that a user decides by: times and ratios over the allocators, from docs/performance-tables.md."""
+    """The most important races: times and ratios over the allocators, from docs/performance-tables.md."""
     rows = [row for table in tables(ROOT / "docs" / "performance-tables.md") for row in table[1:]]
     return f"\n{markdown(('task', 'isopos', 'compared with', 'speed'), map(_summarised, SUMMARY, repeat(rows)))}\n"
 
 
 def _summarised(line: tuple[str, str, str], rows: Rows) -> tuple[str, str, str, str]:
-    title, workload, other = line
-    races = [row for row in rows if row[:2] == [workload, other]]
+    title, workload, baseline = line
+    races = [row for row in rows if row[:2] == [workload, baseline]]
     if not races:
-        raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {other!r}, got none")
+        raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {baseline!r}, got none")
     ratios = sorted(float(row[5].partition("x")[0]) for row in races)
     times = sorted((row[3] for row in races), key=lambda time: float(time.split()[0]))
     ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
-    return title, " to ".join(dict.fromkeys((times[0], times[-1]))), other, f"{' to '.join(dict.fromkeys(ends))} times"
+    return title, " to ".join(dict.fromkeys((times[0], times[-1]))), baseline, f"{' to '.join(dict.fromkeys(ends))} times"
 
 
 def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
     """The page of tables.
 
     Args:
-        content: The contents of one bench.json, which names the command and the machine.
-        others: The contents of other races on the same machine.
+        content: Content of a bench.json, which names the command and the machine.
+        others: Contents of further ones from the same machine.
     """
-    known = {name: version for one in (*others, content) for name, version in one["versions"].items()}
-    versions = ", ".join(f"{name} {version}" for name, version in known.items())
+    packages = {name: version for run in (*others, content) for name, version in run["versions"].items()}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     parts = [INTRODUCTION.format(**content | {"versions": versions})]
-    rows = merged([Row.from_json(row) for one in (content, *others) for row in one["rows"]])
+    rows = merged([Row.from_json(row) for run in (content, *others) for row in run["rows"]])
     for section, title in SECTIONS.items():
-        own = [row for row in rows if row.section == section]
-        if own:
-            parts.append(f"## {title}\n\n{markdown(titles(content['device']), (row.cells() for row in own))}")
+        if cells := [row.cells() for row in rows if row.section == section]:
+            parts.append(f"## {title}\n\n{markdown(titles(content['device']), cells)}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,11 +1,12 @@
-"""Record what the library computes, so that a change of its code can be proven to change no number.
+"""Record results of the library, to prove that a change of its code changes no number.
 
-    python -m tools.record before.safetensors                                # minutes; of the isopos on PYTHONPATH
-    python -m tools.record after.safetensors --compare before.safetensors    # of two files that are there
+    python -m tools.record before.safetensors                                # minutes; records the isopos on PYTHONPATH
+    python -m tools.record after.safetensors --compare before.safetensors    # compares two existing files
 
-Outputs, gradients and states of every scheme in every setting, the laws' figures, and losses and weights of short trainings,
-as named arrays. Only public names are used, so that one file records code before and after a change. A comparison counts the
-arrays that are the same bit for bit, names the others with their largest difference, and exits with 1 if there are any.
+A file has outputs, gradients and states of every scheme in every setting, the laws' figures, and losses and weights of short
+trainings, as named arrays. Only public names are used, so this module can record versions before and after a change. A
+comparison counts arrays that are the same bit for bit, names the others with their largest difference, and exits with 1 if
+there are any.
 """
 
 import argparse
@@ -57,18 +58,18 @@ TRAININGS = {
     "additive": "quickstart --scale tiny --device cpu --scheme learned:attention=softmax --steps 20 --recompute",
     "bfloat16": "quickstart --scale tiny --device cpu --scheme permuteformer --steps 20 --precision bfloat16",
 }
-TIMES = re.compile("second|time")  # in names of figures that are no results
+TIMES = re.compile("second|time")  # in names of figures that are not compared
 
 
 class Recorder(dict[str, Tensor]):
     """Arrays by name."""
 
     def add(self, name: str, values: Arrays) -> None:
-        """Keep copies of the tensors that are there."""
+        """Add copies of all values that are not None."""
         self.update({f"{name}/{key}": x.detach().clone().contiguous() for key, x in values.items() if x is not None})
 
     def attempt(self, name: str, make: Callable[[], Arrays]) -> None:
-        """Keep what a function returns, or that the library refuses it."""
+        """Add the arrays that a function returns, or the array "refused" if the library raises an error."""
         try:
             self.add(name, make())
         except (ValueError, RuntimeError):
@@ -76,7 +77,7 @@ class Recorder(dict[str, Tensor]):
 
 
 def seeded(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, the same at every call."""
+    """Normal numbers, the same in every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -101,28 +102,28 @@ def positions(group: Any, t: int, seed: int = 0) -> Tensor:
 
 
 class Case:
-    """A scheme off its initial values, with tokens for every setting."""
+    """A scheme with changed initial values, and tokens for every setting."""
 
     def __init__(self, text: str, kind: str, *, head_dim: int = 8, heads: int = 2, dtype: torch.dtype = torch.float32):
         name, _, rest = text.partition(":")
         options = dict(option.split("=") for option in rest.split(",") if option)
         self.scheme = isopos.schemes.build(name, head_dim, heads, {"attention": kind} | options)
         self.attention, self.kind, self.dtype = ATTEND[kind], kind, dtype
-        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         with torch.no_grad():
-            for parameter in self.scheme.to(self.wide).parameters():
+            for parameter in self.scheme.to(self.table_dtype).parameters():
                 parameter.add_(0.1 * torch.arange(1, parameter.numel() + 1).cos().view_as(parameter))
 
     def content(self, t: int, s: int | None = None, groups: int = 1) -> list[Tensor]:
-        """Queries of t tokens, keys and values of s."""
+        """Queries of t tokens, keys and values of s tokens."""
         s, d, heads = t if s is None else s, self.scheme.encoding.features, self.scheme.heads
         shapes = (heads * groups, t, d), (heads, s, d), (heads, s, d // self.scheme.width)
         return [seeded(2, *shape, seed=n, dtype=self.dtype).requires_grad_() for n, shape in enumerate(shapes)]
 
     def whole(self, t: int, queries: int | None = None, groups: int = 1, far: int = 0, **options: Any) -> Arrays:
-        """Output and gradients of t tokens, or of some queries at the last of them."""
+        """Output and gradients of t tokens, or of `queries` queries at the last positions."""
         x, content = positions(self.scheme.group, t) + far, self.content(queries or t, t, groups)
-        arguments = {**self.scheme.at(x[-(queries or t) :], x if queries else None, dtype=self.wide)}
+        arguments = {**self.scheme.at(x[-(queries or t) :], x if queries else None, dtype=self.table_dtype)}
         return self._graded(self.attention(*content, **arguments, **options), content)
 
     def _graded(self, out: Tensor, content: list[Tensor]) -> Arrays:
@@ -132,45 +133,45 @@ class Case:
         return {"out": out, **{f"d_{name}": grad for name, grad in zip(named, grads, strict=True)}}
 
     def stream(self, t: int, cuts: Iterable[int], graph: bool = True, **more: Tensor) -> Arrays:
-        """Outputs, gradients and final state of chunks between the cuts; without a graph a stream keeps the state."""
+        """Outputs, gradients and final state of chunks between the cuts; without a graph, of an `isopos.Stream`."""
         x, content = positions(self.scheme.group, t), self.content(t)
-        outputs, state, kept = [], isopos.State(), None if graph else isopos.Stream(self.scheme)
+        outputs, state, stream = [], isopos.State(), None if graph else isopos.Stream(self.scheme)
         with torch.set_grad_enabled(graph):
             for start, stop in itertools.pairwise(cuts):
-                if kept is not None:
+                if stream is not None:
                     q, k, v = (a[..., start:stop, :] for a in content)
-                    outputs.append(kept(q, k, v, x[start:stop]))
-                    state = kept.state
+                    outputs.append(stream(q, k, v, x[start:stop]))
+                    state = stream.state
                     continue
-                arguments = {**self.scheme.at(x[start:stop], state=state, dtype=self.wide)}
+                arguments = {**self.scheme.at(x[start:stop], state=state, dtype=self.table_dtype)}
                 arguments |= {name: a[..., start:stop] for name, a in more.items()}
                 part = [a[..., start:stop, :] for a in content]
                 out, state = self.attention(*part, **arguments, causal=True, return_state=True)
                 outputs.append(out)
         out = torch.cat(outputs, -2)
-        last = {f"state_{name}": a for name, a in state.state_dict().items() if name not in ("fingerprint", "kind")}
-        return {**(self._graded(out, content) if graph else {"out": out}), **last}
+        final = {f"state_{name}": a for name, a in state.state_dict().items() if name not in ("fingerprint", "kind")}
+        return {**(self._graded(out, content) if graph else {"out": out}), **final}
 
     def maps(self, t: int, far: int = 0) -> Arrays:
-        """Queries and keys as the scheme's map returns them, and what it adds to embeddings."""
+        """Queries and keys after the scheme's maps, and its additive embedding."""
         x = positions(self.scheme.group, t) + far
-        rho = {**self.scheme.at(x, dtype=self.wide)}["isometry"]
+        rho = {**self.scheme.at(x, dtype=self.table_dtype)}["isometry"]
         pair = rho if isinstance(rho, tuple) else (rho, rho)
-        added = self.scheme.embedding and self.scheme.embedding(x, dtype=self.wide)
+        added = self.scheme.embedding and self.scheme.embedding(x, dtype=self.table_dtype)
         return {"added": added, **{name: side(a) for name, side, a in zip("qk", pair, self.content(t), strict=False)}}
 
 
 def settings(case: Case, t: int = 65) -> Iterator[tuple[str, Callable[[], Arrays]]]:
-    """Names, and what to compute."""
+    """Names of settings, and functions that compute them."""
     mask = seeded(2, t, seed=5) < 0.8
     ids = torch.arange(t) * 3 // t + torch.tensor([[0], [4]])
-    for way, causal in (("causal", True), ("both", False)):
-        yield f"{way}/whole", partial(case.whole, t, causal=causal)
-        yield f"{way}/long", partial(case.whole, 300, causal=causal)
-        yield f"{way}/mask", partial(case.whole, t, causal=causal, mask=mask)
-        yield f"{way}/packed", partial(case.whole, t, causal=causal, mask=mask, segment_ids=ids)
-        yield f"{way}/shared", partial(case.whole, t, groups=3, causal=causal)
-        yield f"{way}/cross", partial(case.whole, t, 9, causal=causal)
+    for direction, causal in (("causal", True), ("both", False)):
+        yield f"{direction}/whole", partial(case.whole, t, causal=causal)
+        yield f"{direction}/long", partial(case.whole, 300, causal=causal)
+        yield f"{direction}/mask", partial(case.whole, t, causal=causal, mask=mask)
+        yield f"{direction}/packed", partial(case.whole, t, causal=causal, mask=mask, segment_ids=ids)
+        yield f"{direction}/shared", partial(case.whole, t, groups=3, causal=causal)
+        yield f"{direction}/cross", partial(case.whole, t, 9, causal=causal)
     yield "far", partial(case.whole, t, causal=True, far=2**31)
     yield "maps", partial(case.maps, t)
     yield "maps-far", partial(case.maps, t, 2**31)
@@ -181,7 +182,7 @@ def settings(case: Case, t: int = 65) -> Iterator[tuple[str, Callable[[], Arrays
 
 
 def record_schemes(recorder: Recorder) -> None:
-    """Every scheme and option in every setting; the presets at more lengths and dtypes, and their laws."""
+    """Record every scheme and option in every setting, and presets at more lengths and dtypes, with their laws."""
     for text, kind in itertools.product(SCHEMES, ATTEND):
         name = f"{text}/{kind}"
         try:
@@ -208,7 +209,7 @@ def record_schemes(recorder: Recorder) -> None:
 
 
 def record_large(recorder: Recorder) -> None:
-    """Sizes at which the compiled code works, on one thread and on two."""
+    """Record sizes that the compiled kernel serves, on one thread and on two."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for text, t in itertools.product(LARGE, (65, 300)):
@@ -218,13 +219,14 @@ def record_large(recorder: Recorder) -> None:
                 recorder.attempt(f"{name}/causal-{causal}", partial(case.whole, t, causal=causal))
             recorder.attempt(f"{name}/steps", partial(case.stream, t, (0, t - 2, t - 1, t), graph=False))
     torch.set_num_threads(1)
-    pairs = [(name, name.replace("large-1", "large-2")) for name in recorder if name.startswith("large-1")]
-    other = [one for one, two in pairs if not same(recorder[one], recorder[two])]
-    print(f"{len(pairs) - len(other)} of {len(pairs)} large arrays are the same on two threads", *other, sep="\n  ")
+    names = [name for name in recorder if name.startswith("large-1")]
+    different = [name for name in names if not same(recorder[name], recorder[name.replace("large-1", "large-2")])]
+    count = f"{len(names) - len(different)} of {len(names)}"
+    print(f"{count} large arrays are the same on two threads", *different, sep="\n  ")
 
 
 def record_trainings(recorder: Recorder) -> None:
-    """Metrics, scores and weights of trainings through the command line."""
+    """Record metrics, scores and weights of trainings by the command line."""
     package = Path(isopos.__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name, arguments in TRAININGS.items():
@@ -240,16 +242,16 @@ def record_trainings(recorder: Recorder) -> None:
 
 
 def scores(result: Mapping[str, Any]) -> list[float]:
-    """Bits a byte at one, two and four times the training length, where there are such, of a result in either form."""
+    """Bits per byte at one, two and four times the training length that a result has, in its present or older format."""
     if "bits_per_byte" in result:
-        found = [result["bits_per_byte"][multiple] for multiple in "124"]
+        bits = [result["bits_per_byte"][multiple] for multiple in "124"]
     else:
-        found = [result["scores"][title] for title in ("bits/byte", "at 2x", "at 4x")]
-    return [score for score in found if score is not None]
+        bits = [result["scores"][title] for title in ("bits/byte", "at 2x", "at 4x")]
+    return [score for score in bits if score is not None]
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """The results in a JSON value, whatever they are called."""
+    """All floats in a JSON value, except times."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             if not TIMES.search(name):
@@ -259,16 +261,16 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are the same, those of NaN and of zeros included."""
-    alike = a.shape == b.shape and a.dtype == b.dtype
-    return alike and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    """Whether two arrays are the same bit for bit, including NaN and signs of zeros."""
+    same_type = a.shape == b.shape and a.dtype == b.dtype
+    return same_type and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Print what differs; whether nothing does."""
+    """Print all differences; return whether there are none."""
     both = [name for name in ours if name in theirs]
-    other = [name for name in both if not same(ours[name], theirs[name])]
-    for name in other:
+    different = [name for name in both if not same(ours[name], theirs[name])]
+    for name in different:
         a, b = ours[name], theirs[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             print(f"{name}: {a.dtype} {list(a.shape)}, was {b.dtype} {list(b.shape)}")
@@ -276,12 +278,12 @@ def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
             print(f"{name}: by at most {(a.double() - b.double()).abs().max():.3g}, of values up to {b.abs().max():.3g}")
     for name in sorted(ours.keys() ^ theirs.keys()):
         print(f"{name}: {'new' if name in ours else 'gone'}")
-    print(f"{len(both) - len(other)} of {len(both)} arrays are bit for bit the same")
-    return not other and ours.keys() == theirs.keys()
+    print(f"{len(both) - len(different)} of {len(both)} arrays are bit for bit the same")
+    return not different and ours.keys() == theirs.keys()
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--compare", metavar="OTHER", help="an earlier file")

@@ -1,10 +1,10 @@
-"""What docs/results/README.md says that its tables know: `tools.generate` writes it from docs/results/*/table.md.
+"""Summaries in docs/results/README.md, derived from docs/results/*/table.md; `tools.generate` writes them.
 
-Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`): of pairs of figures of the same seed where
-figures.json is beside the table, or where one of two rows is that to which the table has distances. Else they are unpaired,
-from the deviations of both rows' distances to that row, which share its noise, so that the interval is rather too wide; or,
-without distances, from those of the columns. A row has all seeds of its table but those that the table says are missing.
-The interval of the best row and the next, a pair that is picked from the figures, holds for the best and all others at once.
+Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`). They are paired by seed if figures.json lies
+next to the table, or if one of the two rows is the reference of the table's distances. Otherwise they are unpaired, from the
+standard deviations of both rows' distances to the reference, which share its noise, so the interval is rather too wide; or,
+without distances, from the standard deviations of the columns. A row has all seeds of its table except those listed as
+missing. The interval between the best two rows, a pair selected by the figures, holds for the best and all others at once.
 """
 
 import itertools
@@ -19,142 +19,148 @@ from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import NOT_SHOWN, Difference
 from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
 from isopos.lab.tables.loader import load_table
-from tools.pages import ROOT, tables
+from tools.pages import ROOT, Rows, tables
 
-__all__ = ["Shown", "findings", "folders", "read", "shown_in"]
+__all__ = ["ResultTable", "findings", "folders", "read", "read_all"]
 
-APART = "quartiles do not overlap"
+SEPARATE = "quartiles do not overlap"
 RESULTS = ROOT / "docs" / "results"
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A table.md: by column each row's figure, the paper's and ours with its spread, and below them what is said."""
+class ResultTable:
+    """The contents of a table.md: by column, figures of each row, the paper's and ours with its spread; and the notes."""
 
     name: str
     title: str
     source: str
     baseline: str
     better: str  # lower or higher
-    others: Sequence[str]  # columns in which it is the other way
+    opposite: Sequence[str]  # columns with the opposite direction
     paper: Mapping[str, Mapping[str, float]]
-    ours: Mapping[str, Mapping[str, tuple[float, float]]]  # the spread is not a number where there is one seed
-    reference: str  # from which distances are, paired by seed; empty where the table has none
-    apart: Mapping[str, Mapping[str, tuple[float, float]]]
-    lacking: Mapping[str, Mapping[str, frozenset[int]]]  # by column, seeds of rows that have not all of them
-    each: Mapping[str, Mapping[str, Mapping[str, float]]]  # ours by seed, where the table has figures.json
-    fixed: Mapping[str, str]  # by rows that learn angles, those that stay where these start
-    said: Sequence[str]
+    ours: Mapping[str, Mapping[str, tuple[float, float]]]  # means and spreads; the spread of one seed is NaN
+    reference: str  # row of the distances, which are paired by seed; empty if the table has none
+    distances: Mapping[str, Mapping[str, tuple[float, float]]]
+    missing_seeds: Mapping[str, Mapping[str, frozenset[int]]]  # by column and row
+    by_seed: Mapping[str, Mapping[str, Mapping[str, float]]]  # our figures, if the table has figures.json
+    fixed: Mapping[str, str]  # for rows with learned angles: the row with their initial values, not learned
+    notes: Sequence[str]
     commands: Sequence[str]
 
     @property
     def timed(self) -> bool:
         """Whether figures are medians of rounds, with half the range between their quartiles."""
-        return any("medians of the rounds" in text for text in self.said)
+        return any("medians of the rounds" in text for text in self.notes)
 
     @property
     def seeds(self) -> int:
-        """Of each row with a spread that lacks none."""
-        return _most(self.said)
+        """Number of seeds of a row without missing seeds."""
+        return _seed_count(self.notes)
 
     def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
         """Names of rows, the best in a column first."""
         return sorted(figures, key=lambda row: figures[row] * self.sign(column))
 
     def sign(self, column: str) -> int:
-        """1 where lower figures of a column are better, -1 where higher ones are."""
-        return 1 if (self.better == "lower") is (column not in self.others) else -1
+        """1 if lower figures of a column are better, else -1."""
+        return 1 if (self.better == "lower") is (column not in self.opposite) else -1
 
-    def ahead(self, column: str, first: str, second: str, pairs: int = 1) -> Difference:
-        """By how much a row is better than another: paired by seed where it is known how, else by the columns' spreads.
+    def lead(self, column: str, first: str, second: str, pairs: int = 1) -> Difference:
+        """How much better a row is than another: paired by seed if possible, otherwise from the columns' spreads.
 
-        pairs is the number of those from which this one is picked.
+        `pairs` is the number of pairs from which this one is selected.
         """
-        sign, each, apart = self.sign(column), self.each.get(column, {}), self.apart.get(column, {})
-        own, others = each.get(first, {}), each.get(second, {})
-        if shared := [seed for seed in own if seed in others]:
-            return Difference.paired([(others[seed] - own[seed]) * sign for seed in shared], pairs)
-        for row, other, turn in ((first, second, -1), (second, first, 1)):
-            if other == self.reference and row in apart:
-                mean, spread = apart[row]
-                return Difference.of(turn * mean * sign, spread, self._count(column, spread, row, other), pairs)
-        known, by = (apart, (self.reference,)) if first in apart and second in apart else (self.ours[column], ())
+        sign, by_seed, distances = self.sign(column), self.by_seed.get(column, {}), self.distances.get(column, {})
+        ours, others = by_seed.get(first, {}), by_seed.get(second, {})
+        if shared := [seed for seed in ours if seed in others]:
+            return Difference.paired([(others[seed] - ours[seed]) * sign for seed in shared], pairs)
+        for row, other, order in ((first, second, -1), (second, first, 1)):
+            if other == self.reference and row in distances:
+                mean, spread = distances[row]
+                return Difference.of(order * mean * sign, spread, self._count(column, spread, row, other), pairs)
+        figures, shared_rows = self.ours[column], ()
+        if first in distances and second in distances:
+            figures, shared_rows = distances, (self.reference,)
 
-        def figure(row: str) -> tuple[float, float, int]:
-            mean, spread = known[row]
-            return mean * sign, spread, self._count(column, spread, row, *by)
+        def summary(row: str) -> tuple[float, float, int]:
+            mean, spread = figures[row]
+            return mean * sign, spread, self._count(column, spread, row, *shared_rows)
 
-        return Difference.unpaired(figure(second), figure(first), pairs)
+        return Difference.unpaired(summary(second), summary(first), pairs)
 
     def _count(self, column: str, spread: float, *rows: str) -> int:
-        """Of how many seeds, which all of these rows have, a spread is."""
-        lacking = frozenset().union(*(self.lacking.get(column, {}).get(row, frozenset()) for row in rows))
-        return 1 if math.isnan(spread) else self.seeds - len(lacking)
+        """Number of seeds that all of these rows have; 1 if the spread is NaN."""
+        missing = frozenset().union(*(self.missing_seeds.get(column, {}).get(row, frozenset()) for row in rows))
+        return 1 if math.isnan(spread) else self.seeds - len(missing)
 
-    def beside(self, column: str, first: str, second: str, pairs: int = 1) -> str:
-        """What there is to say of a difference beside the number."""
+    def certainty(self, column: str, first: str, second: str, pairs: int = 1) -> str:
+        """Interval and number of seeds of a difference, or whether quartiles overlap."""
         if not self.timed:
-            return self.ahead(column, first, second, pairs).summary
+            return self.lead(column, first, second, pairs).summary
         (a, a_half), (b, b_half) = self.ours[column][first], self.ours[column][second]
-        return APART if abs(a - b) > a_half + b_half else "quartiles overlap"
+        return SEPARATE if abs(a - b) > a_half + b_half else "quartiles overlap"
 
 
-def read(path: Path) -> Shown:
+def read(path: Path) -> ResultTable:
     """The table in a file that `isopos table` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
     (titles, *rows), *second = tables(path)
     paper = {title.removesuffix(": paper"): n for n, title in enumerate(titles) if title.endswith(": paper")}
     last = len(titles) - sum(title.startswith("updates to ") for title in titles)
     ours = {titles[n].removesuffix(": ours"): n for n in range(2, last) if n not in paper.values()}
-    apart = {title: n for n, title in enumerate(second[0][0]) if n} if second else {}
-    distances = second[0][1:] if second else []
-    said = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    distances = {title: n for n, title in enumerate(second[0][0]) if n} if second else {}
+    notes = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
     commands = [line.strip() for line in lines if line.startswith("    isopos table ")]
     table = load_table(commands[0].split()[2])
-    percents = {column.title: table.metric(column).style.endswith("%") for column in table.columns}
-    each = json.loads((path.parent / FIGURES).read_text()) if (path.parent / FIGURES).exists() else {}
-    better = "lower" if any("lower is better" in text for text in said) else "higher"
-    return Shown(
+    factors = {column.title: 100 if table.metric(column).style.endswith("%") else 1 for column in table.columns}
+    by_seed = json.loads((path.parent / FIGURES).read_text()) if (path.parent / FIGURES).exists() else {}
+    better = "lower" if any("lower is better" in text for text in notes) else "higher"
+    return ResultTable(
         name=path.parent.name,
         title=lines[0].removeprefix("# "),
         source=lines[2].rsplit(", at the scale", 1)[0],
         baseline=table.baseline,
         better=better,
-        others=[one.title for one in table.columns if one.title in ours and table.metric(one).better != better],
-        paper={title: {row[0]: found[0] for row in rows if (found := _figure(row[n]))} for title, n in paper.items()},
-        ours={title: {row[0]: found for row in rows if (found := _figure(row[n]))} for title, n in ours.items()},
+        opposite=[
+            column.title for column in table.columns if column.title in ours and table.metric(column).better != better
+        ],
+        paper={title: {row: mean for row, (mean, _) in _figures(rows, n).items()} for title, n in paper.items()},
+        ours={title: _figures(rows, n) for title, n in ours.items()},
         reference=next((line.removeprefix(f"{PAIRED} ") for line in lines if line.startswith(PAIRED)), ""),
-        apart={title: {row[0]: found for row in distances if (found := _figure(row[n]))} for title, n in apart.items()},
-        lacking={one.title: _lacking(said, one.title, one.corpus) for one in table.columns},
-        each={
-            title: {
-                row: {seed: (100 if percents[title] else 1) * one for seed, one in own.items()} for row, own in by.items()
-            }
-            for title, by in each.items()
+        distances={title: _figures(second[0][1:], n) for title, n in distances.items()},
+        missing_seeds={column.title: _missing_seeds(notes, column.title, column.corpus) for column in table.columns},
+        by_seed={
+            title: {row: {seed: factors[title] * x for seed, x in seeds.items()} for row, seeds in by_row.items()}
+            for title, by_row in by_seed.items()
         },
         fixed={row.name: row.fixed for row in table.rows if row.fixed},
-        said=said,
+        notes=notes,
         commands=commands,
     )
 
 
-def _lacking(said: Sequence[str], column: str, corpus: str) -> dict[str, frozenset[int]]:
-    """By row, the seeds without a figure in a column. A reason names none: where there is one, two have figures at least."""
-    missing = next((text for text in said if text.startswith("Missing: ")), "").removeprefix("Missing: ").removesuffix(".")
+def _missing_seeds(notes: Sequence[str], column: str, corpus: str) -> dict[str, frozenset[int]]:
+    """By row, the seeds without a figure in a column. A reason names no seeds; a row with one has at least two figures."""
+    missing = next((text for text in notes if text.startswith("Missing: ")), "").removeprefix("Missing: ").removesuffix(".")
     on = re.escape(f" on {corpus}") if corpus else ""
-    found = [re.fullmatch(rf"(.*){on}, seeds ([\d, ]+)", part) for part in missing.split("; ")]
-    lacking = {one[1]: frozenset(map(int, one[2].split(", "))) for one in found if one}
-    reasons = [text.partition(f", {column}: ")[0] for text in said if f", {column}: " in text]
-    return lacking | {row: frozenset(range(2, _most(said))) for row in reasons}
+    entries = [re.fullmatch(rf"(.*){on}, seeds ([\d, ]+)", part) for part in missing.split("; ")]
+    listed = {entry[1]: frozenset(map(int, entry[2].split(", "))) for entry in entries if entry}
+    reasons = [text.partition(f", {column}: ")[0] for text in notes if f", {column}: " in text]
+    return listed | {row: frozenset(range(2, _seed_count(notes))) for row in reasons}
 
 
-def _most(said: Sequence[str]) -> int:
-    """How many seeds a row of a table has, if it lacks none."""
-    return int(found[1]) if (found := re.search(r"of up to (\d+) seeds", " ".join(said))) else 1
+def _seed_count(notes: Sequence[str]) -> int:
+    """Number of seeds of a row without missing seeds."""
+    return int(match[1]) if (match := re.search(r"of up to (\d+) seeds", " ".join(notes))) else 1
+
+
+def _figures(rows: Rows, column: int) -> dict[str, tuple[float, float]]:
+    """The figures of a column by row, without cells that have none."""
+    return {row[0]: figure for row in rows if (figure := _figure(row[column]))}
 
 
 def _figure(cell: str) -> tuple[float, float] | None:
-    """A number, perhaps a percentage or marked, and its spread; None where the cell says why there is none."""
+    """The number in a cell, possibly a percentage or marked, and its spread; None if the cell has a reason instead."""
     value, _, spread = cell.replace(",", "").replace("%", "").replace("**", "").removesuffix(" *").partition(" ± ")
     try:
         return float(value), float(spread or "nan")
@@ -162,139 +168,134 @@ def _figure(cell: str) -> tuple[float, float] | None:
         return None
 
 
-def folders(shown: Sequence[Shown]) -> str:
+def folders(results: Sequence[ResultTable]) -> str:
     """A row for each folder, the missing cells in a fold-out, and the commands that computed the figures."""
     rows = [
         (
-            f"[`{one.name}`]({one.name}/table.md)",
-            f"{one.source}: {one.title}",
-            _data(one),
-            _seeds(one),
-            str(len(_missing(one)) or "-"),
+            f"[`{table.name}`]({table.name}/table.md)",
+            f"{table.source}: {table.title}",
+            _data(table),
+            _repetitions(table),
+            str(len(_missing(table)) or "-"),
         )
-        for one in shown
+        for table in results
     ]
-    missing = [f"- `{one.name}`: {'; '.join(_missing(one))}." for one in shown if _missing(one)]
+    missing = [f"- `{table.name}`: {'; '.join(_missing(table))}." for table in results if _missing(table)]
     fold = ['<details markdown="1"><summary>Missing cells</summary>', "", *missing, "", "</details>"] if missing else []
-    commands = [f"    {command}" for one in shown for command in one.commands]
-    table = markdown(("folder", "table", "data", "repeated", "missing entries"), rows)
-    return "\n".join(("", table, "", *fold, "", *commands, ""))
+    commands = [f"    {command}" for table in results for command in table.commands]
+    grid = markdown(("folder", "table", "data", "repeated", "missing entries"), rows)
+    return "\n".join(("", grid, "", *fold, "", *commands, ""))
 
 
-def _data(shown: Shown) -> str:
-    said = next((text for text in shown.said if text.startswith(("Data: ", "Text: "))), "")
-    return said[len("Data: ") :].rstrip(".").replace(" here is ", ": ") or "none"
+def _data(table: ResultTable) -> str:
+    note = next((text for text in table.notes if text.startswith(("Data: ", "Text: "))), "")
+    return note[len("Data: ") :].rstrip(".").replace(" here is ", ": ") or "none"
 
 
-def _seeds(shown: Shown) -> str:
-    said = " ".join(shown.said)
-    times = re.search(r"of up to (\d+) seeds", said) or re.search(r", (\d+) rounds", said)
-    count, unit = (times.group(1), "round" if "rounds" in times.group() else "seed") if times else ("?", "seed")
+def _repetitions(table: ResultTable) -> str:
+    """Number of seeds or rounds."""
+    notes = " ".join(table.notes)
+    match = re.search(r"of up to (\d+) seeds", notes) or re.search(r", (\d+) rounds", notes)
+    count, unit = (match.group(1), "round" if "rounds" in match.group() else "seed") if match else ("?", "seed")
     return f"{count} {unit}{'s' * (count != '1')}"
 
 
-def _missing(shown: Shown) -> list[str]:
-    """What a table lacks: a row of a column with its seeds, or a column without data."""
-    found = re.search(r"Missing: (.*?)\.( |$)", " ".join(shown.said))
-    return found.group(1).split("; ") if found else []
+def _missing(table: ResultTable) -> list[str]:
+    """Missing cells: rows of a column with their seeds, and columns without data."""
+    match = re.search(r"Missing: (.*?)\.( |$)", " ".join(table.notes))
+    return match.group(1).split("; ") if match else []
 
 
-def findings(shown: Sequence[Shown]) -> str:
-    """What follows from each table, without a word of judgement."""
+def findings(results: Sequence[ResultTable]) -> str:
+    """Statements that follow from each table, without judgement."""
     lines = []
-    for one in shown:
-        lines += [f"### `{one.name}`: {one.title}", "", *(f"- {text}" for text in _found(one)), ""]
+    for table in results:
+        lines += [f"### `{table.name}`: {table.title}", "", *(f"- {text}" for text in _statements(table)), ""]
     return "\n".join(("", *lines))
 
 
-def _found(shown: Shown) -> Iterator[str]:
-    yield from _first(shown)
-    for column, figures in shown.paper.items():
-        both = {row: figure for row, figure in figures.items() if row in shown.ours[column]}
+def _statements(table: ResultTable) -> Iterator[str]:
+    yield from _best(table)
+    for column, figures in table.paper.items():
+        both = {row: figure for row, figure in figures.items() if row in table.ours[column]}
         if len(both) >= FEW:
-            yield _ranks(shown, column, both)
-            yield _pairs(shown, column, both)
-    for kind, gains in _learned(shown).items():
-        yield f"Gained by learning angles, over the fixed ones that they start with ({kind}): {'; '.join(gains)}."
-    if not shown.paper and len(shown.ours) > 1 and all(title.replace(",", "").isdigit() for title in shown.ours):
-        first, *_, last = shown.ours
-        rises = {row: shown.ours[last][row][0] / shown.ours[first][row][0] - 1 for row in shown.ours[last]}
+            yield _ranks(table, column, both)
+            yield _pairs(table, column, both)
+    for certainty, gains in _learned(table).items():
+        yield f"Gained by learning angles, over the fixed ones that they start with ({certainty}): {'; '.join(gains)}."
+    if not table.paper and len(table.ours) > 1 and all(title.replace(",", "").isdigit() for title in table.ours):
+        first, *_, last = table.ours
+        rises = {row: table.ours[last][row][0] / table.ours[first][row][0] - 1 for row in table.ours[last]}
         texts = [f"{row} {rise:+.1%}" for row, rise in sorted(rises.items(), key=lambda item: item[1])]
         yield f"From {first} to {last}: {', '.join(texts)}."
 
 
-def _first(shown: Shown) -> Iterator[str]:
-    """The best row and the next: a sentence for columns that have the same ones."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for column, figures in shown.ours.items():
-        order = shown.sort(column, {row: figure for row, (figure, _) in figures.items()})
+def _best(table: ResultTable) -> Iterator[str]:
+    """The best row and the next: one sentence for all columns with the same two rows."""
+    leads: dict[tuple[str, ...], dict[str, str]] = {}
+    for column, figures in table.ours.items():
+        order = table.sort(column, {row: figure for row, (figure, _) in figures.items()})
         if len(order) > 1 and figures[order[0]][0] != figures[order[1]][0]:
             best, second, pairs = order[0], order[1], len(order) - 1
-            apart = f"{_gap(figures, best, second):.3g}" if shown.timed else ""
-            apart = apart or shown.ahead(column, best, second, pairs).text(".3g")
-            found.setdefault((best, second, shown.beside(column, best, second, pairs)), {})[column] = apart
-    for (first, second, beside), by in found.items():
-        yield f"{'; '.join(by)}: {first} is best, ahead of {second} by {', '.join(by.values())} ({beside})."
+            gap = f"{abs(figures[best][0] - figures[second][0]):.3g}"
+            lead = gap if table.timed else table.lead(column, best, second, pairs).text(".3g")
+            leads.setdefault((best, second, table.certainty(column, best, second, pairs)), {})[column] = lead
+    for (best, second, certainty), by_column in leads.items():
+        yield f"{'; '.join(by_column)}: {best} is best, ahead of {second} by {', '.join(by_column.values())} ({certainty})."
 
 
-def _gap(figures: Mapping[str, tuple[float, float]], first: str, second: str) -> float:
-    return abs(figures[first][0] - figures[second][0])
+def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
+    """Rank correlation with the paper: of all rows, without the baseline, and without the most influential row."""
 
+    def correlation(*omitted: str) -> float:
+        rows = [row for row in paper if row not in omitted]
+        return spearman([paper[row] for row in rows], [table.ours[column][row][0] for row in rows])
 
-def _ranks(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
-    """Rank correlation with the paper: of all rows, without the baseline, and without the row on which that leans most."""
-
-    def correlation(*gone: str) -> float:
-        rows = [row for row in paper if row not in gone]
-        return spearman([paper[row] for row in rows], [shown.ours[column][row][0] for row in rows])
-
-    text, base = f"{column}: rank correlation with the paper {correlation():+.2f} over {len(paper)} rows", shown.baseline
+    text, base = f"{column}: rank correlation with the paper {correlation():+.2f} over {len(paper)} rows", table.baseline
     if base in paper and len(paper) > FEW:
         text += f", {correlation(base):+.2f} without {base}"
     if base in paper and len(paper) > FEW + 2:
-        most = min((row for row in paper if row != base), key=lambda row: correlation(base, row))
-        text += f", {correlation(base, most):+.2f} without {base} and {most}"
+        influential = min((row for row in paper if row != base), key=lambda row: correlation(base, row))
+        text += f", {correlation(base, influential):+.2f} without {base} and {influential}"
     return text + "."
 
 
-def _pairs(shown: Shown, column: str, paper: Mapping[str, float]) -> str:
-    """Which of the paper's orders of two rows ours have, too, and which they contradict; by means where seeds are few."""
-    pairs = [pair for pair in itertools.combinations(shown.sort(column, paper), 2) if paper[pair[0]] != paper[pair[1]]]
-    apart = {pair: shown.ahead(column, *pair) for pair in pairs}
-    by, near = "", "without a difference shown"
-    if shown.timed:
-        known, near = {pair for pair in pairs if shown.beside(column, *pair) == APART}, "with quartiles that overlap"
-    elif any(not math.isnan(one.half) for one in apart.values()):
-        known = {pair for pair, one in apart.items() if one.excludes_zero}
+def _pairs(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
+    """Which orders of two rows in the paper are confirmed and which are contradicted; by means if seeds are few."""
+    pairs = [pair for pair in itertools.combinations(table.sort(column, paper), 2) if paper[pair[0]] != paper[pair[1]]]
+    leads = {pair: table.lead(column, *pair) for pair in pairs}
+    basis, undecided = "", "without a difference shown"
+    if table.timed:
+        decided = {pair for pair in pairs if table.certainty(column, *pair) == SEPARATE}
+        undecided = "with quartiles that overlap"
+    elif any(not math.isnan(lead.half) for lead in leads.values()):
+        decided = {pair for pair, lead in leads.items() if lead.excludes_zero}
     else:
-        known, near = {pair for pair, one in apart.items() if one.mean}, "level"
-        seeds = max(one.seeds for one in apart.values())
-        by = f" by means alone ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
-    other = [pair for pair in pairs if pair in known and apart[pair].mean < 0]
-    against = [f"{better} before {', '.join(worse for _, worse in rest)}" for better, rest in _grouped(other)]
-    said = f"; against ours the paper has {'; '.join(against)}" if against else ""
-    counts = f"{len(known) - len(other)} in the paper's order, {len(other)} not, {len(pairs) - len(known)} {near}"
-    return f"{column}: of {len(pairs)} pairs of rows{by} {counts}{said}."
+        decided, undecided = {pair for pair, lead in leads.items() if lead.mean}, "level"
+        seeds = max(lead.seeds for lead in leads.values())
+        basis = f" by means alone ({'one seed' if seeds == 1 else f'{seeds} seeds'})"
+    contradicted = [pair for pair in pairs if pair in decided and leads[pair].mean < 0]
+    groups = itertools.groupby(contradicted, lambda pair: pair[0])
+    against = [f"{better} before {', '.join(worse for _, worse in group)}" for better, group in groups]
+    ending = f"; against ours the paper has {'; '.join(against)}" if against else ""
+    confirmed = len(decided) - len(contradicted)
+    counts = f"{confirmed} in the paper's order, {len(contradicted)} not, {len(pairs) - len(decided)} {undecided}"
+    return f"{column}: of {len(pairs)} pairs of rows{basis} {counts}{ending}."
 
 
-def _grouped(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    for first, rest in itertools.groupby(pairs, lambda pair: pair[0]):
-        yield first, list(rest)
-
-
-def _learned(shown: Shown) -> dict[str, list[str]]:
-    """What learning its angles gains a row, beside one that keeps those it starts with; by what there is to say of that."""
-    found: dict[str, list[str]] = {}
-    for column, (row, fixed) in itertools.product(shown.ours, shown.fixed.items()):
-        if row in shown.ours[column] and fixed in shown.ours[column]:
-            gain = shown.ahead(column, row, fixed)
-            text = f"{gain.mean:+.3f}" if shown.timed else gain.text("+.3f")
+def _learned(table: ResultTable) -> dict[str, list[str]]:
+    """Gains of rows with learned angles over the row with their initial values, by certainty."""
+    gains: dict[str, list[str]] = {}
+    for column, (row, fixed) in itertools.product(table.ours, table.fixed.items()):
+        if row in table.ours[column] and fixed in table.ours[column]:
+            lead = table.lead(column, row, fixed)
+            text = f"{lead.mean:+.3f}" if table.timed else lead.text("+.3f")
             name = row if fixed.startswith(row) else f"{row} over {fixed}"
-            kind = shown.beside(column, row, fixed).removesuffix(NOT_SHOWN)
-            found.setdefault(kind, []).append(f"{name}, {column} {text}")
-    return found
+            certainty = table.certainty(column, row, fixed).removesuffix(NOT_SHOWN)
+            gains.setdefault(certainty, []).append(f"{name}, {column} {text}")
+    return gains
 
 
-def shown_in(folder: Path = RESULTS) -> list[Shown]:
+def read_all(folder: Path = RESULTS) -> list[ResultTable]:
     """All tables of a folder."""
     return [read(path) for path in sorted(folder.glob("*/table.md"))]

@@ -1,9 +1,9 @@
 """Random calls of the compiled sums under a sanitizer of gcc: `python -m tools.sanitize address|undefined|thread [CALLS]`.
 
-It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a process of its own:
-forward and backward, in any width, dtype and number of threads, from several Python threads at once and after a fork. Under
-"thread" OpenMP's functions are those of tools/sanitize.c, as the sanitizer does not see how gcc's own threads wait for each
-other. It ends with an error where the sanitizer finds one, or a result is not that of float64.
+It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a child process: forward
+and backward, with random widths, dtypes and numbers of threads, from several Python threads at once and after a fork. Under
+"thread", tools/sanitize.c replaces OpenMP's functions, because the sanitizer does not see the synchronisation of gcc's
+threads. The command fails if the sanitizer reports an error, or if a result differs from float64.
 """
 
 import ast
@@ -17,20 +17,20 @@ from pathlib import Path
 
 from tools.pages import ROOT
 
-SANITIZERS = {"address": "libasan.so", "undefined": "", "thread": "libtsan.so"}  # and the runtime that is loaded first
+SANITIZERS = {"address": "libasan.so", "undefined": "", "thread": "libtsan.so"}  # with the runtime to preload
 SCHEMES = ("none", "rope", "retnet", "permuteformer", "lrpe-unitary", "lrpe-orthogonal", "cosformer")
 
 
 def flags(instructions: str) -> list[str]:
-    """Those that setup.py gives the compiler for one instruction set."""
+    """The compiler's flags for an instruction set in setup.py."""
     for line in (ROOT / "setup.py").read_text().splitlines():
         if line.startswith("FLAGS = "):
             return ast.literal_eval(line.removeprefix("FLAGS = "))[instructions.lower()]
-    raise AssertionError("setup.py has FLAGS")
+    raise AssertionError("expected FLAGS in setup.py")
 
 
 def runtime(sanitizer: str) -> str:
-    """The path of its runtime, "" where none is needed; OSError where gcc has none."""
+    """The path of the sanitizer's runtime, or "" if it needs none; OSError if gcc has none."""
     name = SANITIZERS[sanitizer]
     path = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
     if name and not Path(path).is_absolute():
@@ -42,12 +42,12 @@ def build(sanitizer: str, instructions: str, out: Path) -> None:
     """Build the library with a sanitizer."""
     sources = [ROOT / "isopos/ops/linear/cpu/kernel.c", *[ROOT / "tools/sanitize.c"] * (sanitizer == "thread")]
     common = ["-g", "-O1", "-fPIC", "-shared", "-fopenmp", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    own = ["-Wl,-Bsymbolic"] if sanitizer == "thread" else []  # its own OpenMP before the one that is loaded
-    subprocess.run(["gcc", *common, *flags(instructions), *own, *map(str, sources), "-o", str(out)], check=True)
+    linker = ["-Wl,-Bsymbolic"] if sanitizer == "thread" else []  # prefers OpenMP's functions of tools/sanitize.c
+    subprocess.run(["gcc", *common, *flags(instructions), *linker, *map(str, sources), "-o", str(out)], check=True)
 
 
 def main(sanitizer: str, calls: int) -> int:
-    """Build, and run the calls in a process of their own; its exit status."""
+    """Build the library and run the calls in a child process; return its exit status."""
     import torch
 
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -56,50 +56,50 @@ def main(sanitizer: str, calls: int) -> int:
         build(sanitizer, instructions, path)
         command = [sys.executable, "-m", "tools.sanitize", "--calls", sanitizer, str(path), str(calls)]
         if sanitizer == "thread":
-            command = ["setarch", "-R", *command]  # it knows addresses that are not drawn at random
+            command = ["setarch", "-R", *command]  # the sanitizer does not support randomised addresses
         options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1 ignore_noninstrumented_modules=1"}
-        options |= {"OMP_WAIT_POLICY": "passive", "MKL_DISABLE_FAST_MM": "1"}  # more threads than cores; a fork keeps locks
+        options |= {"OMP_WAIT_POLICY": "passive", "MKL_DISABLE_FAST_MM": "1"}  # for more threads than cores, and forks
         environment = os.environ | options | ({"LD_PRELOAD": preload} if preload else {})
         return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
 
 
 def call(draw: random.Random) -> None:
-    """A random call, forward and backward, beside float64."""
+    """Make a random call, forward and backward, and compare it with float64."""
     import torch
 
     from isopos import positions, schemes
     from isopos.attention import explain, linear_attention
 
     name, dtype = draw.choice(SCHEMES), draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
-    b, h, t, half, e = (draw.randint(1, most) for most in (2, 3, 700, 40, 80))
+    b, h, t, half, e = (draw.randint(1, limit) for limit in (2, 3, 700, 40, 80))
     d = 2 * half
-    kind = draw.choice(["plain", "encoded", "none"])
-    scheme, s = schemes.REGISTRY[name](d, h, denominator=kind), t
-    given = scheme.at(positions.sequence(t)) | {"causal": draw.random() < 0.6}
-    if not given["causal"] and given.get("decay") is None:
+    denominator = draw.choice(["plain", "encoded", "none"])
+    scheme, s = schemes.REGISTRY[name](d, h, denominator=denominator), t
+    options = scheme.at(positions.sequence(t)) | {"causal": draw.random() < 0.6}
+    if not options["causal"] and options.get("decay") is None:
         s = draw.randint(1, 700)
-        given |= scheme.at(positions.sequence(t), positions.sequence(s))
+        options |= scheme.at(positions.sequence(t), positions.sequence(s))
     if draw.random() < 0.3:
-        given["mask"] = torch.rand(b, s) > 0.2
-    if draw.random() < 0.3 and given["causal"]:
-        given["segment_ids"] = (torch.arange(t) // 100).expand(b, t)
+        options["mask"] = torch.rand(b, s) > 0.2
+    if draw.random() < 0.3 and options["causal"]:
+        options["segment_ids"] = (torch.arange(t) // 100).expand(b, t)
     inputs = [torch.rand(b, h, m, n).to(dtype).requires_grad_() for m, n in ((t, d), (s, d), (s, e))]
-    assert explain(*inputs, **given).backend == "cpu", explain(*inputs, **given)
-    found, weight = [], torch.rand(b, h, t, e, dtype=torch.float64)
+    assert explain(*inputs, **options).backend == "cpu", explain(*inputs, **options)
+    results, weight = [], torch.rand(b, h, t, e, dtype=torch.float64)
     for leaves in (inputs, [x.detach().double().requires_grad_() for x in inputs]):
-        out = linear_attention(*leaves, **given)
-        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
-    for ours, exact in zip(*found, strict=True):
-        largest = exact.abs().max().clamp_min(1e-2 * found[1][0].abs().max())
-        if name in ("none", "retnet") or kind != "plain":  # a rotated sum over a plain denominator may be almost nothing
-            error = ((ours.double() - exact).abs().max() / largest).item()
-            case = name, kind, dtype, (b, h, t, s, d, e), given.keys()
+        out = linear_attention(*leaves, **options)
+        results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    for ours, exact in zip(*results, strict=True):
+        scale = exact.abs().max().clamp_min(1e-2 * results[1][0].abs().max())
+        if name in ("none", "retnet") or denominator != "plain":  # rotated sums over a plain denominator may cancel
+            error = ((ours.double() - exact).abs().max() / scale).item()
+            case = name, denominator, dtype, (b, h, t, s, d, e), options.keys()
             assert error < (1e-2 if dtype == torch.float32 else 0.2), (case, error)
         assert ours.isfinite().all()
 
 
-def attack(sanitizer: str, path: Path, calls: int) -> None:
-    """All calls, in this process."""
+def run_calls(sanitizer: str, path: Path, calls: int) -> None:
+    """Make all calls in this process."""
     import torch
 
     from isopos.ops import library
@@ -114,23 +114,23 @@ def attack(sanitizer: str, path: Path, calls: int) -> None:
     torch.set_num_threads(2)
     errors = []
 
-    def several(seed: int) -> None:
+    def call_repeatedly(seed: int) -> None:
         try:
             for _ in range(calls // 8 + 1):
                 call(random.Random(seed))
         except Exception as error:
             errors.append(error)
 
-    workers = [threading.Thread(target=several, args=(seed,)) for seed in range(4)]
+    workers = [threading.Thread(target=call_repeatedly, args=(seed,)) for seed in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     if errors:
         raise errors[0]
-    if sanitizer == "thread":  # it gives up where a process with threads forks
+    if sanitizer == "thread":  # it does not support forks of processes with threads
         return
-    torch.set_num_threads(1)  # as loaders of data do after a fork: threads of OpenMP do not come along
+    torch.set_num_threads(1)  # as data loaders do: OpenMP's threads do not survive a fork
     if not (child := os.fork()):
         call(draw)
         os._exit(0)
@@ -138,8 +138,8 @@ def attack(sanitizer: str, path: Path, calls: int) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if words[0] == "--calls":
-        attack(words[1], Path(words[2]), int(words[3]))
+    arguments = sys.argv[1:]
+    if arguments[0] == "--calls":
+        run_calls(arguments[1], Path(arguments[2]), int(arguments[3]))
     else:
-        sys.exit(main(words[0], int(words[1]) if words[1:] else 100))
+        sys.exit(main(arguments[0], int(arguments[1]) if arguments[1:] else 100))

@@ -23,7 +23,7 @@ from tools.pages import ROOT, tables
 
 __all__ = ["page"]
 
-HEAD_DIM, HEADS = 16, 2  # small sizes for what is tried
+HEAD_DIM, HEADS = 16, 2  # of the schemes that are built
 FAR, STEPS = 10**6, "path"
 COMMAND = "python -m tools.generate"
 INTRODUCTION = f"""# The schemes
@@ -40,18 +40,18 @@ t = y - x. A number in brackets refers to a note below the table.
 """
 
 DEFINITIONS = """\
-Scores are those before feature map and decay. For an additive embedding the score column has the added vector.
+Scores are without feature map and decay. For an additive embedding the score column has the added vector.
 """
 USES = """\
 **linear**, **softmax**: the kinds of attention that the scheme supports. **causal**, **bidirectional**, **cross** (keys are
 other tokens at other positions): attention runs, with each supported kind. **streaming**: the state that `isopos.State`
-keeps: sums of constant size, or a growing cache of encoded keys. **positive**: the least denominator of random queries
+keeps: sums of constant size, or a growing cache of encoded keys. **positive**: the smallest denominator of random queries
 and keys is positive, with the default features.
 """
 LAWS = """\
 The laws are {every}. `isopos.laws` defines them, and `isopos check` prints the figures. {steps} applies to
 content-dependent positions, which are causal only: their weights depend on the tokens between query and key. Some laws
-apply to isometries or to lines only; "all but" names those that do not hold or do not apply. **direction**: scores
+apply to isometries or to lines only; "all but" names laws that do not hold or do not apply. **direction**: scores
 distinguish the query from the key, once learned tables are not zero. **repeats**: the number of positions after which
 an encoding repeats, with {head_dim} features and {heads} heads.
 """
@@ -72,7 +72,7 @@ offset. Encodings that depend on the scores have no such form, no linear attenti
 included:
 
 - CoPE (Golovneva et al. 2024, arXiv 2405.18719): a position is the sum of sigmoid(<q, k>) over the keys between, so that
-  each query has positions of its own.
+  each query has separate positions.
 - DAPE (Zheng et al. 2024, arXiv 2405.14722): a network computes the bias from each logit and its offset's bias.
 - Stick-breaking attention (Tan et al. 2024, arXiv 2410.17980): a weight is sigmoid(<q, k>) times the remainder that the
   scores of later keys leave.
@@ -81,9 +81,9 @@ COMPLETE = """\
 Every score on a line that depends on the offset t = y - x only, and factors into finitely many features of x and of y,
 has the same form. The schemes above are members of this family.
 
-**Representations.** A continuous homomorphism rho from the line to invertible n x n matrices is exp(t A): the integral of
-rho(s + t) = rho(s) rho(t) over a small interval of s, on which that of rho(s) is invertible, shows that rho is smooth, and
-its derivative is rho'(t) = rho'(0) rho(t). With A = P J P^-1 and J in real Jordan form, q^T rho(x)^-1 rho(y) k =
+**Representations.** A continuous homomorphism rho from the line to invertible n x n matrices is exp(t A). The integral of
+rho(s + t) = rho(s) rho(t) over an interval of s, so small that the integral of rho(s) is invertible, shows that rho is
+smooth, and its derivative is rho'(t) = rho'(0) rho(t). With A = P J P^-1 and J in real Jordan form, q^T rho(x)^-1 rho(y) k =
 (P^T q)^T exp(t J) (P^-1 k): P and P^-1 move into the projections of queries and keys. So up to a basis every representation
 is a row of Jordan blocks of order m, growth g and frequency w (`isopos.contragredient.Jordan`; `ContragredientSum` joins
 several), and a score is a sum of t^n / n! e^(g t) cos(w t) and t^n / n! e^(g t) sin(w t) with n < m.
@@ -95,12 +95,12 @@ exp(s A) of the line, by the paragraph above. A row is what its moved copies are
 rows of W as elements of E for C, and evaluation at 0 for B, this is W(s) = C exp(s A) B: a contragredient pair of at most n
 features between constant maps of q and of k, which projections absorb as well.
 
-**Members.** Isometries are the blocks that stay bounded for all t: g = 0 and m = 1, rotations, so that RoPE is all there is
-of them on a line. xPos is m = 1 with a growth g > 0 of each pair; RetNet's decay is one g of all features, taken out of
+**Members.** Isometries are the blocks that stay bounded for all t: g = 0 and m = 1, rotations. On a line they are RoPE, and
+nothing else. xPos is m = 1 with a growth g > 0 of each pair; RetNet's decay is one g of all features, taken out of
 them so that it is exact at any length. ALiBi's logits are m = 2 with g = w = 0: the generator [[0, 1], [0, 0]] between the
 features (slope, 0) of a query and (0, 1) of a key has the score slope t. Functions of the distance |t| in both directions
-are not members; bidirectional decays and bidirectional ALiBi are two members, one for each side. Biases that are other
-functions of t (T5, KERPLE, DeBERTa) do not factor.
+are not members; bidirectional decays and bidirectional ALiBi are two members, one per side. Biases with other functions of t
+(T5, KERPLE, DeBERTa) do not factor.
 
 `isopos check jordan` measures the laws: relative, homomorphism, identity and decomposable hold, unitary and bounded do not.
 The bound of a score is |exp(t A)| |q| |k| instead of |q| |k|. The tables limit positions: those whose scales exceed
@@ -112,7 +112,7 @@ positions change; embeddings, queries and keys are changed outside the attention
 it. **recurrence**: once per model or in every layer. **reference point**: relative if a layer's outputs do not change
 when all positions shift. **learnability**: the number of parameters with head size 64 and 8 heads, per layer unless layers
 share a scheme. **unboundedness**: positions about {far:,} are accepted (in a tree, nodes of depth 1,000); schemes that
-clip offsets, put them into buckets or keep the last branches do not distinguish far ones.
+clip offsets, put them into buckets or keep the last branches do not distinguish distant ones.
 """
 MORE_CRITERIA = """\
 **performance**: bits per byte of held-out text in the comparison of [the laboratory](laboratory.md) (`isopos compare`);
@@ -140,7 +140,7 @@ class _Notes:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A scheme, and what is asked of it more than once."""
+    """A scheme, and measurements that several tables use."""
 
     name: str
     entry: Entry
@@ -149,8 +149,8 @@ class _Measured:
     directional: bool
 
     @property
-    def unseen(self) -> bool:
-        """Whether positions change nothing."""
+    def position_free(self) -> bool:
+        """Whether positions have no effect, embeddings included."""
         scheme = self.scheme
         return scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None and not scheme.phases
 
@@ -187,11 +187,11 @@ def _measure(name: str) -> _Measured:
 
 def _families(schemes: list[_Measured]) -> Iterator[str]:
     rows = []
-    for home, found in itertools.groupby(schemes, lambda s: REGISTRY[s.name].__module__):
-        found = list(found)
-        what = (importlib.import_module(home).__doc__ or "").strip().removesuffix(".")
-        groups = dict.fromkeys(s.scheme.group.noun for s in found)
-        rows.append((what, ", ".join(f"`{s.name}`" for s in found), ", ".join(groups)))
+    for module, group in itertools.groupby(schemes, lambda s: REGISTRY[s.name].__module__):
+        members = list(group)
+        family = (importlib.import_module(module).__doc__ or "").strip().removesuffix(".")
+        nouns = dict.fromkeys(s.scheme.group.noun for s in members)
+        rows.append((family, ", ".join(f"`{s.name}`" for s in members), ", ".join(nouns)))
     yield markdown(("family", "schemes", "positions"), rows)
 
 
@@ -225,8 +225,8 @@ def _use(measured: _Measured, notes: _Notes) -> tuple[str, ...]:
     for causal, key in ((True, x), (False, x), (False, y)):
         cells.append(_tried(built, lambda scheme, c=causal, k=key: _attend(scheme, x, k, c), notes))
     streams = (_stream(scheme) for scheme in built.values())
-    deep = notes("and the nodes so far, whose operators are computed again") if group.refers_to_rows else ""
-    cells.append(" / ".join(streams) + deep)
+    nodes = notes("and all nodes so far, whose operators are computed again") if group.refers_to_rows else ""
+    cells.append(" / ".join(streams) + nodes)
     if measured.scheme.encoding.is_causal:
         cells[3] += notes("it runs, but weights grow with the distance of later keys: made for causal attention")
     positive = [finding for finding in measured.report.findings if finding.name == "positive"]
@@ -258,7 +258,7 @@ def _attend(scheme: Scheme, x: Tensor, y: Tensor, causal: bool) -> Tensor:
 
 
 def _stream(scheme: Scheme) -> str:
-    """What a stream keeps besides positions, by its growth from the 20th to the 40th token."""
+    """The kind of state of a stream, without positions, by its growth from the 20th to the 40th token."""
     group, state, sizes = scheme.group, State(), []
     x = group.origin(40) if group.refers_to_rows else group.arrange(40)
     features = scheme.encoding.features
@@ -272,19 +272,21 @@ def _stream(scheme: Scheme) -> str:
 
 
 def _laws(schemes: list[_Measured]) -> Iterator[str]:
-    found = [f.name for s in schemes for f in s.report.findings if f.is_law]
-    every = [name for name in dict.fromkeys(found) if name != STEPS]
+    names = dict.fromkeys(f.name for s in schemes for f in s.report.findings if f.is_law)
+    every = [name for name in names if name != STEPS]
     yield LAWS.format(every=", ".join(every), steps=STEPS, head_dim=HEAD_DIM, heads=HEADS)
     rows = []
     for s in schemes:
         holds = [f.name for f in s.report.findings if f.is_law and f.holds]
-        rest = [name for name in every if name not in holds]
-        held = "all" if not rest else f"all but {', '.join(rest)}" if len(rest) < 4 else ", ".join(holds)
-        held += f", and {STEPS}" if STEPS in holds else ""
+        others = [name for name in every if name not in holds]
+        text = "all" if not others else f"all but {', '.join(others)}" if len(others) < 4 else ", ".join(holds)
+        text += f", and {STEPS}" if STEPS in holds else ""
         periodic = [f for f in s.report.findings if f.name == "periodic" and f.holds]
         repeats = f"{periodic[0].figure:,.0f}" if periodic else "-"
-        direction = "-" if s.unseen else "causal" if s.scheme.phases else "directional" if s.directional else "symmetric"
-        rows.append((f"`{s.name}`", direction, repeats, held, ", ".join(s.report.broken) or "none"))
+        direction = (
+            "-" if s.position_free else "causal" if s.scheme.phases else "directional" if s.directional else "symmetric"
+        )
+        rows.append((f"`{s.name}`", direction, repeats, text, ", ".join(s.report.broken) or "none"))
     yield markdown(("name", "direction", "repeats", "laws that hold", "laws broken"), rows)
 
 
@@ -294,16 +296,16 @@ def _options(schemes: list[_Measured]) -> Iterator[str]:
     for s in schemes:
         choices = s.scheme.choices
         linear = choices["attention"] == "linear"
-        own = (p for p in inspect.signature(REGISTRY[s.name]).parameters.values() if p.kind is p.KEYWORD_ONLY)
-        options = ", ".join(f"`{p.name}={_plain(p.default)}`" for p in own) or "-"
+        parameters = inspect.signature(REGISTRY[s.name]).parameters.values()
+        options = ", ".join(f"`{p.name}={_plain(p.default)}`" for p in parameters if p.kind is p.KEYWORD_ONLY) or "-"
         map_and_sum = (choices["feature_map"], choices["denominator"]) if linear else ("-", "-")
         rows.append((f"`{s.name}`", choices["attention"], *map_and_sum, choices["decay"], options))
-    yield markdown(("name", "attention", "feature map", "denominator", "decay", "options of its own"), rows)
+    yield markdown(("name", "attention", "feature map", "denominator", "decay", "further options"), rows)
 
 
 def _code() -> Iterator[str]:
     yield CODE
-    rows = ((f"`{name}`", AUTHORS[name].where, AUTHORS[name].said) for name in CATALOG)
+    rows = ((f"`{name}`", AUTHORS[name].where, AUTHORS[name].summary) for name in CATALOG)
     yield markdown(("name", "code", "differs from the authors' code in"), rows)
 
 
@@ -328,7 +330,7 @@ def _criteria(schemes: list[_Measured]) -> Iterator[str]:
             f"`{s.name}`",
             bits.get(s.name, "not measured"),
             s.entry.cost,
-            "-" if s.unseen else "varies" if s.entry.content else "static",
+            "-" if s.position_free else "varies" if s.entry.content else "static",
             s.entry.extends,
         )
         for s in schemes
@@ -349,11 +351,11 @@ def _injection(measured: _Measured) -> str:
 
 
 def _recurrence(measured: _Measured) -> str:
-    return "-" if measured.unseen else "once" if measured.scheme.embedding is not None else "every layer"
+    return "-" if measured.position_free else "once" if measured.scheme.embedding is not None else "every layer"
 
 
 def _reference(measured: _Measured) -> str:
-    if measured.unseen:
+    if measured.position_free:
         return "-"
     scheme = measured.scheme
     if "attention" not in measured.report.broken:
@@ -374,21 +376,21 @@ def _unbounded(measured: _Measured, notes: _Notes) -> str:
             scheme.embedding(far)
     except ValueError as error:
         return "no" + notes(str(error))
-    return "-" if measured.unseen else "yes"
+    return "-" if measured.position_free else "yes"
 
 
 def _far(group: Group) -> Tensor:
     if isinstance(group, Product):
         return torch.cat([_far(part) for part in group.parts], -1)
-    if isinstance(group, Projective):  # as far from the world's origin
+    if isinstance(group, Projective):  # at this distance from the world's origin
         return group.origin(1000) + FAR * torch.eye(16)[3]
     return tree(list(range(-1, 999))) if isinstance(group, Tree) else torch.full((1000, 1), FAR)
 
 
 def _performance() -> dict[str, str]:
-    """Bits a byte of each scheme in the first table of docs/laboratory.md, that of the default run."""
-    found = [table for table in tables(ROOT / "docs" / "laboratory.md") if table[0][0] == "scheme"]
-    if not found:
+    """Bits per byte of each scheme in docs/laboratory.md, in the table of the default run."""
+    table = next((table for table in tables(ROOT / "docs" / "laboratory.md") if table[0][0] == "scheme"), None)
+    if table is None:
         raise ValueError("docs/laboratory.md: expected the table of the default run, got none")
-    titles, *rows = found[0]
+    titles, *rows = table
     return {row[0]: row[titles.index("bits/byte")] for row in rows}

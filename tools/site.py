@@ -1,7 +1,8 @@
 """The site: `python -m tools.site` stages the pages in build/docs, builds site/ from them and checks it, without a network.
 
-Staged are README as the first page, docs/, the project's own pages, a gallery of the schemes' kernels, and the API from
-docstrings. Checked: every tutorial runs, every link, anchor and picture is there, and nothing is loaded from outside.
+The pages are README as the home page, docs/, the project's pages, a gallery of the schemes' kernels, and the API from
+docstrings. The check requires that every tutorial runs, that every link, anchor and picture exists, and that nothing is
+loaded from another host.
 """
 
 import importlib
@@ -50,7 +51,7 @@ def build() -> None:
     """Stage the pages and build the site.
 
     Raises:
-        subprocess.CalledProcessError: Where zensical finds a page that is missing or a configuration that is wrong.
+        subprocess.CalledProcessError: If zensical finds a missing page or a wrong configuration.
     """
     shutil.rmtree(STAGED, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGED)
@@ -63,7 +64,7 @@ def build() -> None:
         up = "../" * (len(path.relative_to(STAGED).parts) - 1)
         _rewrite(path, r"\]\((?:\.\./)+([A-Z]+\.md)", rf"]({up}\1")
     for path in STAGED.glob("results/*/table.md"):
-        _rewrite(path, r"\Z", "\n![Validation by update, a line a row](curves.svg)\n")
+        _rewrite(path, r"\Z", "\n![Validation by update, one line per row](curves.svg)\n")
     _gallery()
     _api()
     shutil.rmtree(BUILT, ignore_errors=True)
@@ -76,15 +77,15 @@ def _rewrite(path: Path, pattern: str, by: str | Callable[[re.Match[str]], str])
     path.write_text(re.sub(pattern, by, path.read_text(encoding="utf-8"), flags=re.S), encoding="utf-8")
 
 
-def _formula(found: re.Match[str]) -> str:
-    """MathML, which browsers draw themselves."""
+def _formula(match: re.Match[str]) -> str:
+    """A formula as MathML, which browsers draw without scripts."""
     from latex2mathml.converter import convert  # pyright: ignore[reportMissingImports]
 
-    return convert(unescape(found[2]), display="block" if found[1] == "div" else "inline")
+    return convert(unescape(match[2]), display="block" if match[1] == "div" else "inline")
 
 
 def _gallery() -> None:
-    """A picture of each scheme's kernel, with its laws and its exactness, ahead of the tables of docs/schemes.md."""
+    """Insert pictures of the schemes' kernels, with laws and errors, before the tables of docs/schemes.md."""
     (STAGED / "gallery").mkdir()
     laws = {row[0].strip("`"): row[3] for row in _table("schemes.md", "name", "direction")}
     errors = {row[0]: row for row in _table("exactness.md", "scheme", "linear f64")}
@@ -108,15 +109,15 @@ def _gallery() -> None:
 
 GALLERY = (
     "## Gallery\n",
-    "The score of a query with a key that resembles it, by their offset: of lines and rings as a curve, with its even part "
-    "(blind to direction) and its odd part; of grids as a map; of trees, and of what sees absolute positions, as a matrix. "
-    "`isopos show NAME` draws one in full.\n",
+    "The score of a query and a similar key by their offset. Lines and rings have a curve, with its even part (symmetric in "
+    "the direction) and its odd part; grids have a map; trees, and schemes of absolute positions, have a matrix. "
+    "`isopos show NAME` draws a large one.\n",
     '<div class="gallery" markdown="block">',
 )
 
 
 def _picture(scheme: Scheme, path: Path) -> None:
-    """The kernel of a scheme, small."""
+    """Draw a small picture of a scheme's kernel."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -124,21 +125,21 @@ def _picture(scheme: Scheme, path: Path) -> None:
     from isopos.lab.reports.plots import draw
 
     fill_zeros(scheme)
-    shown = list(panels(scheme))
-    figure = Figure(figsize=(4.6 * len(shown), 3.6), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        draw(axes, panel, scheme, alone=len(shown) == 1)
+    every_panel = list(panels(scheme))
+    figure = Figure(figsize=(4.6 * len(every_panel), 3.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
+        draw(axes, panel, scheme, alone=len(every_panel) == 1)
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(path, bbox_inches="tight")
 
 
 def _table(page: str, *titles: str) -> Rows:
-    """The rows of the table of a page whose first titles are these."""
+    """The rows of a page's table whose first column titles are these."""
     return next(rows[1:] for rows in tables(ROOT / "docs" / page) if rows[0][: len(titles)] == [*titles])
 
 
 def _api() -> None:
-    """A page a room, of the public names of its modules."""
+    """Write one page per entry of `API`, with the public names of its modules."""
     (STAGED / "api").mkdir()
     for page, modules in API.items():
         lines = [f"# API: {page}\n"]
@@ -146,71 +147,71 @@ def _api() -> None:
             lines += (f"::: isopos.{function.__name__}\n" for function in REGISTRY.values())
         for module in (importlib.import_module(f"isopos.{name}") for name in modules):
             lines += [f"## {module.__name__}\n", f"{(module.__doc__ or '').strip()}\n"]
-            own = (
-                n for n, one in vars(module).items() if n[0].isupper() and getattr(one, "__module__", "") == module.__name__
-            )
-            names = getattr(module, "__all__", None) or own
+            defined = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+            names = getattr(module, "__all__", None) or (name for name in defined if name[0].isupper())
             lines += (f"::: {module.__name__}.{name}\n" for name in names)
         (STAGED / "api" / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 class _Page(HTMLParser):
-    """The links of a page, what it loads, and its anchors."""
+    """Links, loaded files and anchors of a page."""
 
     def __init__(self, text: str):
         super().__init__()
         self.links: list[str] = []
         self.loads: list[str] = []
         self.anchors: set[str] = set()
-        self.mute: list[str] = []  # pictures without a text beside them
+        self.without_alt: list[str] = []  # pictures without an alternative text
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what a tag refers to."""
-        said = {name: value or "" for name, value in attrs}
-        self.anchors |= {said[name] for name in ("id", "name") if name in said}
-        if tag == "a" and "href" in said:
-            self.links.append(said["href"])
-        elif tag in ("img", "script", "source", "iframe") and "src" in said:
-            self.loads.append(said["src"])
-        elif tag == "link" and said.get("rel") != "canonical" and "href" in said:
-            self.loads.append(said["href"])
-        if tag == "img" and not said.get("alt"):
-            self.mute.append(said.get("src", ""))
+        """Collect the references of a tag."""
+        values = {name: value or "" for name, value in attrs}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag in ("img", "script", "source", "iframe") and "src" in values:
+            self.loads.append(values["src"])
+        elif tag == "link" and values.get("rel") != "canonical" and "href" in values:
+            self.loads.append(values["href"])
+        if tag == "img" and not values.get("alt"):
+            self.without_alt.append(values.get("src", ""))
 
 
 def broken(folder: Path) -> list[str]:
-    """A line for each link, anchor, picture or text that is missing in the pages of a site, and what comes from outside."""
+    """One line for each missing link target, anchor, picture or alternative text, and for each file from another host."""
     pages = {path.resolve(): _Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
     if not pages:
         raise ValueError(f"site: expected pages in {folder}, got none; python -m tools.site builds them")
-    found = []
+    errors = []
     for path, page in pages.items():
-        where = path.relative_to(folder.resolve())
-        found += [f"{where}: picture without a text: {source}" for source in page.mute]
-        found += [f"{where}: loads from outside: {one}" for one in page.loads if urlsplit(one).netloc]
-        for one in (*page.links, *page.loads):
-            url = urlsplit(one)
+        name = path.relative_to(folder.resolve())
+        errors += [f"{name}: picture without a text: {source}" for source in page.without_alt]
+        errors += [f"{name}: loads from outside: {link}" for link in page.loads if urlsplit(link).netloc]
+        if name.name == "404.html":
+            continue  # its links depend on the address that was not found
+        for link in (*page.links, *page.loads):
+            url = urlsplit(link)
             if url.scheme or url.netloc:
                 continue
             target = path if not url.path else (path.parent / unquote(url.path)).resolve()
             target = target / "index.html" if target.is_dir() else target
-            if where.name == "404.html" or not target.exists():
-                found += [f"{where}: no such page: {one}"] * (where.name != "404.html")
+            if not target.exists():
+                errors.append(f"{name}: no such page: {link}")
             elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].anchors:
-                found.append(f"{where}: no such anchor: {one}")
-    return found
+                errors.append(f"{name}: no such anchor: {link}")
+    return errors
 
 
 def main() -> None:
-    """Run the tutorials, build, check; exits with 1 where something is wrong."""
+    """Run the tutorials, build the site and check it; exit with 1 after an error."""
     from tools import tutorials
 
-    failed = [line for page in tutorials.pages() for line in tutorials.run(page)]
+    errors = [line for page in tutorials.pages() for line in tutorials.run(page)]
     build()
-    failed += broken(BUILT)
-    print(*failed or [f"{BUILT / 'index.html'}: every tutorial runs and every link leads somewhere"], sep="\n")
-    sys.exit(bool(failed))
+    errors += broken(BUILT)
+    print(*errors or [f"{BUILT / 'index.html'}: every tutorial runs and every link works"], sep="\n")
+    sys.exit(bool(errors))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Python of the documentation, run as scripts: the fenced blocks of a page one after the other, and what they print.
+"""Run the Python code of the documentation, one script per page, and compare its output.
 
-A block "python" is code, a block "text" is what was printed since the last one; others are left alone.
+Fenced blocks "python" are code; blocks "text" are the output since the previous one. Other blocks are ignored.
 """
 
 import os
@@ -15,7 +15,7 @@ from tools.pages import ROOT
 
 __all__ = ["pages", "run", "script"]
 
-GIVEN = {  # what a page takes for granted
+PREAMBLES = {  # code that a page assumes
     "README.md": "from transformers import LlamaConfig as C, LlamaForCausalLM as M; "
     "model = M(C(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1))",
 }
@@ -23,33 +23,33 @@ BLOCK = re.compile(r"^( *)```(python|text)\n(.*?)^\1```$", re.M | re.S)
 
 
 def pages() -> list[Path]:
-    """The pages that have code: README, the tutorials and the guides."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if script(page)[0].strip()]
+    """The pages with code: README, the tutorials and the guides."""
+    candidates = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in candidates if script(page)[0].strip()]
 
 
 def script(page: Path) -> tuple[str, str]:
-    """The code of a page, at the page's lines, and what it is said to print."""
+    """The code of a page, at the page's line numbers, and its expected output."""
     text = page.read_text(encoding="utf-8")
-    code, said = [""] * (text.count("\n") + 1), []
+    code, output = [""] * (text.count("\n") + 1), []
     for block in BLOCK.finditer(text):
         lines = [line.removeprefix(block[1]) for line in block[3].splitlines()]
         first = text.count("\n", 0, block.start()) + 1
         if block[2] == "python":
             code[first : first + len(lines)] = lines
         else:
-            said += lines
-    return "\n".join(code) + "\n", "\n".join(said)
+            output += lines
+    return "\n".join(code) + "\n", "\n".join(output)
 
 
 def run(page: Path) -> Iterator[str]:
-    """Run a page's code in a folder of its own; a line that says what is wrong, if anything is."""
-    code, said = script(page)
+    """Run a page's code in a temporary folder; yield a message if it fails or its output differs."""
+    code, output = script(page)
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "check": False}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-"], input=GIVEN.get(page.name, "") + code, cwd=folder, **options)
+        done = subprocess.run([sys.executable, "-"], input=PREAMBLES.get(page.name, "") + code, cwd=folder, **options)
     name = page.relative_to(ROOT)
     if done.returncode:
         yield f"{name}: its code fails\n{done.stderr.strip()}"
-    elif (got := done.stdout.strip()) != said.strip():
-        yield f"{name}: expected that it prints\n{said.strip()}\ngot\n{got}"
+    elif (got := done.stdout.strip()) != output.strip():
+        yield f"{name}: expected the output\n{output.strip()}\ngot\n{got}"

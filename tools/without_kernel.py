@@ -1,7 +1,7 @@
-"""What the compiled kernel is worth: python -m tools.without_kernel prints the table of docs/performance.md.
+"""Speed of the compiled kernel against PyTorch operations: `python -m tools.without_kernel` prints a Markdown table.
 
-The same calls with the library and as if none were installed, in turns in one process: processor time of one thread, the
-least of several rounds, so that other processes count little.
+Interleaved rounds in one process time the same calls with the library and without it. The figure is the smallest processor
+time of one thread over all rounds, which other processes affect little.
 """
 
 import functools
@@ -23,48 +23,48 @@ ROUNDS, STEPS = 9, 64
 TITLES = "call", "scheme", "with the kernel", "without", "ratio"
 
 
-def _drawn(t: int, *, learns: bool = False) -> list[Tensor]:
-    return [torch.randn(1, 8, t, 64, requires_grad=learns) for _ in range(3)]
+def _content(t: int, *, gradients: bool = False) -> list[Tensor]:
+    return [torch.randn(1, 8, t, 64, requires_grad=gradients) for _ in range(3)]
 
 
-def _whole(name: str, t: int, *, learns: bool) -> Callable[[], object]:
+def _whole(name: str, t: int, *, gradients: bool) -> Callable[[], object]:
     scheme = isopos.schemes.REGISTRY[name](64, 8)
-    at, (q, k, v) = scheme.at(isopos.sequence(t)), _drawn(t, learns=learns)
+    at, (q, k, v) = scheme.at(isopos.sequence(t)), _content(t, gradients=gradients)
 
     def run() -> object:
         out = isopos.linear_attention(q, k, v, **at, causal=True)
-        return torch.autograd.grad(out.sum(), (q, k, v)) if learns else out
+        return torch.autograd.grad(out.sum(), (q, k, v)) if gradients else out
 
     return run
 
 
 def _steps(name: str) -> Callable[[], object]:
     scheme = isopos.schemes.REGISTRY[name](64, 8)
-    steps, (q, k, v) = isopos.Stream(scheme), _drawn(1)
+    stream, (q, k, v) = isopos.Stream(scheme), _content(1)
 
     def run() -> None:
         with torch.no_grad():
             for _ in range(STEPS):
-                steps(q, k, v)
+                stream(q, k, v)
 
     return run
 
 
-WORKS: dict[str, tuple[Callable[[str], Callable[[], object]], int]] = {
-    "causal, forward, L=2048": (functools.partial(_whole, t=2048, learns=False), 1),
-    "causal, forward + backward, L=2048": (functools.partial(_whole, t=2048, learns=True), 1),
+WORKLOADS: dict[str, tuple[Callable[[str], Callable[[], object]], int]] = {  # with the number of calls per run
+    "causal, forward, L=2048": (functools.partial(_whole, t=2048, gradients=False), 1),
+    "causal, forward + backward, L=2048": (functools.partial(_whole, t=2048, gradients=True), 1),
     "a step of `isopos.Stream`": (_steps, STEPS),
 }
 
 
 def table(rounds: int = ROUNDS) -> list[tuple[str, ...]]:
-    """Rows of B=1 H=8 d=64, float32, at one thread."""
+    """Rows for B=1 H=8 d=64, float32, on one thread."""
     rows, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for title, (made, count) in WORKS.items():
+        for title, (workload, count) in WORKLOADS.items():
             for name in SCHEMES:
-                times = _race(lambda made=made, name=name: made(name), rounds)
+                times = _race(functools.partial(workload, name), rounds)
                 ours, other = (f"{1e6 * x / count:.3g} us" if count > 1 else f"{1e3 * x:.3g} ms" for x in times)
                 rows.append((title, name, ours, other, f"{times[1] / times[0]:.3g}x"))
     finally:
@@ -73,16 +73,16 @@ def table(rounds: int = ROUNDS) -> list[tuple[str, ...]]:
 
 
 def _race(make: Callable[[], Callable[[], object]], rounds: int) -> tuple[float, float]:
-    """The least seconds of a call with the library, and without."""
+    """The smallest seconds of a run with the library, and without it."""
     absent = mock.patch.object(library, "libraries", return_value=({}, "hidden for a comparison"))
-    told = mock.patch.object(library, "warned", True)
-    ours, best = make(), [float("inf")] * 2
-    with absent, told:
-        other = make()
+    no_warning = mock.patch.object(library, "warned", True)
+    compiled, best = make(), [float("inf")] * 2
+    with absent, no_warning:
+        plain = make()
     for _ in range(rounds + 1):
-        best[0] = min(best[0], _timed(ours))
-        with absent, told:
-            best[1] = min(best[1], _timed(other))
+        best[0] = min(best[0], _timed(compiled))
+        with absent, no_warning:
+            best[1] = min(best[1], _timed(plain))
     return best[0], best[1]
 
 

@@ -13,13 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-OLD = {"work": "workload", "other": "baseline", "state": "variant", "other_seconds": "baseline_seconds"}
-"""Fields of a row in bench.json of version 0.1, and their names now."""
-SHORT, LONG = (
-    5e-3,
-    1.0,
-)  # seconds: shorter workloads are repeated; longer ones are not warmed up each round
-FEWEST = 3  # rounds before a time limit counts
+FORMER = {"work": "workload", "other": "baseline", "state": "variant", "other_seconds": "baseline_seconds"}
+"""New names of the fields of a row, by their names in bench.json of version 0.1."""
+SHORT = 5e-3  # seconds; shorter workloads are repeated
+LONG = 1.0  # seconds; longer workloads are not warmed up in each round
+MIN_ROUNDS = 3  # before a time limit counts
 
 
 class Spread(NamedTuple):
@@ -65,11 +63,11 @@ at_least, at_most = partial(Goal, "at least"), partial(Goal, "at most")  # for s
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: our seconds and a baseline's from the same rounds, or a figure, or a note on why there is neither."""
+    """One measurement: seconds of ours and of a baseline in the same rounds, or a figure, or a note with the reason."""
 
     section: str
     workload: str
-    baseline: str = ""  # what it is compared with
+    baseline: str = ""  # the workload compared with
     goal: Goal | None = None
     ours_seconds: Sequence[float] = field(default_factory=list, repr=False)
     baseline_seconds: Sequence[float] = field(default_factory=list, repr=False)
@@ -90,23 +88,23 @@ class Row:
 
     @property
     def spread(self) -> Spread:
-        """Per-round ratios: the baseline's time / ours, or ours / the baseline's where the goal is a cost."""
+        """Per-round ratios: the baseline's time / ours, or ours / the baseline's if the goal is a cost."""
         times = zip(self.ours_seconds, self.baseline_seconds, strict=True)
         return Spread.of([ours / other if self.cost else other / ours for ours, other in times])
 
     @property
     def verdict(self) -> str:
-        """Judge the row: goals by the median ratio; "faster" or "slower" only where both quartiles agree."""
+        """Verdict: goals are judged by the median ratio; "faster" or "slower" requires that both quartiles agree."""
         goal = self.goal
         if not self.raced:
             return "" if self.figure is None or goal is None else "met" if goal.met(self.figure) else "not met"
         spread = self.spread
-        level = spread.low <= 1 <= spread.high
+        includes_one = spread.low <= 1 <= spread.high
         if goal is None:
-            return "within the spread" if level else "faster" if spread.low > 1 else "slower"
+            return "within the spread" if includes_one else "faster" if spread.low > 1 else "slower"
         if not goal.met(spread.median):
             return "not met"
-        return "within the spread" if not self.cost and goal.value > 1 and level else "met"
+        return "within the spread" if not self.cost and goal.value > 1 and includes_one else "met"
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values, with the ratio and the verdict."""
@@ -115,7 +113,7 @@ class Row:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Row":
         """The inverse of `to_json`; also reads the field names and workload names of version 0.1."""
-        content = {OLD.get(name, name): value for name, value in content.items()}
+        content = {FORMER.get(name, name): value for name, value in content.items()}
         values = {field.name: content[field.name] for field in dataclasses.fields(cls)}
         for name in ("workload", "baseline"):
             values[name] = values[name].replace("both ways", "bidirectional")
@@ -160,20 +158,20 @@ def interleave(
 ) -> Iterator[dict[str, float]]:
     """Time workloads in interleaved rounds, after a warm-up call; yield the seconds per call of each workload, by round.
 
-    Every other round has the opposite order, so that no workload always follows the same one. The clock stops when a device
-    has finished. Short workloads are repeated within a round. On a GPU a workload is also called as often before the clock
-    starts, unless it is long, so that it finds the memory blocks that it left itself.
+    Every other round has the opposite order, so that no workload always follows the same one. The clock stops when the
+    device has finished. Short workloads are repeated within a round. On a GPU a workload that is not long is called equally
+    often before the clock starts, so that it reuses its own memory blocks.
 
     Args:
-        workloads: By name.
+        workloads: Workloads by name.
         rounds: Largest number of rounds.
-        device: Where they run.
-        limit: Seconds after which no further round starts, once there are `FEWEST`.
+        device: Device of the workloads.
+        limit: Seconds after which no further round starts, after `MIN_ROUNDS` rounds.
     """
     calls = {name: _calls(workload, device) for name, workload in workloads.items()}
     start = time.perf_counter()
     for n in range(rounds):
-        if n >= FEWEST and time.perf_counter() - start > limit:
+        if n >= MIN_ROUNDS and time.perf_counter() - start > limit:
             return
         order = list(workloads)[:: -1 if n % 2 else 1]
         seconds = {name: seconds_of(workloads[name], device, *calls[name]) for name in order}
@@ -183,18 +181,18 @@ def interleave(
 def rounds_of(
     workloads: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", limit: float = math.inf
 ) -> dict[str, list[float]]:
-    """Seconds per call by workload, a value per round; see `interleave`."""
+    """Seconds per call by workload, one value per round; see `interleave`."""
     measured = list(interleave(workloads, rounds, device, limit))
     return {name: [seconds[name] for seconds in measured] for name in workloads}
 
 
 def _calls(workload: Callable[[], object], device: str) -> tuple[int, int]:
-    """Calls on the clock per round, and calls before it. The first calls warm up."""
-    first = seconds_of(workload, device)
-    while device != "cpu" and (now := seconds_of(workload, device)) < first / 2:  # the first may have compiled a kernel
-        first = now
-    repeats = 1 if first > 10 * SHORT else max(1, math.ceil(SHORT / max(seconds_of(workload, device), 1e-9)))
-    return repeats, 0 if device == "cpu" or first > LONG else repeats
+    """Numbers of timed calls per round, and of warm-up calls before them, from a few calls."""
+    seconds = seconds_of(workload, device)
+    while device != "cpu" and (again := seconds_of(workload, device)) < seconds / 2:  # the first may compile a kernel
+        seconds = again
+    repeats = 1 if seconds > 10 * SHORT else max(1, math.ceil(SHORT / max(seconds_of(workload, device), 1e-9)))
+    return repeats, 0 if device == "cpu" or seconds > LONG else repeats
 
 
 def seconds_of(workload: Callable[[], object], device: str, repeats: int = 1, before: int = 0) -> float:
@@ -218,7 +216,7 @@ def seconds_of(workload: Callable[[], object], device: str, repeats: int = 1, be
 
 @contextmanager
 def swept() -> Iterator[None]:
-    """Freeze existing objects, so that garbage collections within the context look at new ones only (saves 0.1 s each)."""
+    """Freeze existing objects, so that garbage collection within the context examines new ones only (saves 0.1 s each)."""
     gc.collect()
     gc.freeze()
     try:

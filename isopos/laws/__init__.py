@@ -1,4 +1,4 @@
-"""The laws that every scheme is measured by."""
+"""Laws of positional encodings, and their measurement."""
 
 from isopos.laws.checks import Finding, Report, check
 

@@ -129,24 +129,24 @@ def check(
     if not isinstance(subject, (Scheme, Coupling)):
         subject = subject() if callable(subject) else subject
     if not isinstance(subject, (Scheme, Coupling)):
-        raise TypeError(f"subject: expected a Scheme, an Encoding or what makes one without arguments, got {subject!r}")
+        raise TypeError(f"subject: expected a Scheme, an Encoding or a function that returns one, got {subject!r}")
     missing = [a for a in ("group", "features", "out_features") if isinstance(subject, Coupling) and not hasattr(subject, a)]
     if missing:
         raise ValueError(f"subject: expected {type(subject).__name__} to set {', '.join(missing)} in its constructor")
     coupling = subject.encoding if isinstance(subject, Scheme) else subject
-    own = coupling if isinstance(subject, Coupling) else subject.embedding or subject.bias or subject.turn or subject.forget
-    name = type(own or coupling).__name__
+    part = None if isinstance(subject, Coupling) else subject.embedding or subject.bias or subject.turn or subject.forget
+    name = type(part or coupling).__name__
     try:
         probe = _Probe(coupling, subject.heads if isinstance(subject, Scheme) else _heads(coupling), seed)
         laws = {"width": lambda: _width(probe)} | _laws(subject, probe, dtype)
-    except (Exception, SystemExit) as error:  # whatever the encoding's own code does
+    except (Exception, SystemExit) as error:  # code of the encoding may raise anything
         return Report(name, (_unmeasured("width", error),))
     findings, weaker = [], _weaker(subject)
     for law, measure in laws.items():
         try:
             finding = measure()
-            told = weaker and not finding.holds and law in ("relative", "attention")
-            findings.append(replace(finding, note=f"{finding.note}; instead: {weaker}") if told else finding)
+            is_weaker = weaker and not finding.holds and law in ("relative", "attention")
+            findings.append(replace(finding, note=f"{finding.note}; instead: {weaker}") if is_weaker else finding)
         except (Exception, SystemExit) as error:
             findings.append(_unmeasured(law, error))
     return Report(name, tuple(sorted(findings, key=lambda finding: not finding.is_law)))
@@ -197,12 +197,12 @@ def _law(name: str, error: float, note: str, bound: float = TOLERANCE) -> Findin
 
 def _heads(coupling: Coupling) -> int:
     """Number of heads of an encoding, from its parameters or its tables."""
-    own = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
+    heads = [parameter.shape[0] for parameter in coupling.parameters() if parameter.ndim > 1]
     with torch.no_grad():
         rho = coupling.query(_within(coupling, coupling.group.random(TOKENS)))
     if not isinstance(rho, TokenMap):
         raise TypeError(f"expected a map of isopos.maps at positions, got {type(rho).__name__}")
-    return max([*own, *rho.leading[-1:], 1])
+    return max([*heads, *rho.leading[-1:], 1])
 
 
 class _Probe:
@@ -229,7 +229,7 @@ class _Probe:
 
     def loss(self) -> Tensor:
         """A scalar function of scores with a gradient for every parameter."""
-        zero = 0 * self.q.clone().requires_grad_().sum()  # differentiable, whatever the scores depend on
+        zero = 0 * self.q.clone().requires_grad_().sum()  # makes the loss differentiable in every case
         return self.scores(self.x, self.y).square().sum() + zero
 
 
@@ -251,19 +251,17 @@ def _shift(group: Group, generator: torch.Generator) -> Tensor:
 def _unmoved(
     name: str, what: str, pairs: Sequence[tuple[Tensor, Tensor]], features: Sequence[str], shift: Tensor, **positions: Tensor
 ) -> Finding:
-    """A law: numbers ``[h t ...]`` do not change under a shift.
-
-    A counterexample states the position of the largest change.
-    """
-    error, here, there = max(((_most(a - b) / max(1.0, _most(a)), a, b) for a, b in pairs), key=lambda found: found[0])
+    """A law: numbers ``[h t ...]`` do not change under a shift; the counterexample is the largest change."""
+    changes = ((_largest(a - b) / max(1.0, _largest(a)), a, b) for a, b in pairs)
+    error, before, after = max(changes, key=lambda change: change[0])
     finding = _law(name, error, f"largest change of {what}")
     if finding.holds:
         return finding
-    at = torch.unravel_index((here - there).abs().argmax(), here.shape)
+    at = torch.unravel_index((before - after).abs().argmax(), before.shape)
     head, token, *rest = map(int, at)
     where = [f"head {head}", *(f"{feature} {i}" for feature, i in zip(features, rest, strict=True))]
     where += [f"{x} = {row[token].tolist()}" for x, row in positions.items()]
-    numbers = f"{here[at].item():.6g}, shifted by {shift[-1].tolist()} {there[at].item():.6g}"
+    numbers = f"{before[at].item():.6g}, shifted by {shift[-1].tolist()} {after[at].item():.6g}"
     return replace(finding, counterexample=f"{', '.join(where)}: {numbers}")
 
 
@@ -279,7 +277,7 @@ def _relative(probe: _Probe, scores: Callable[[Tensor, Tensor], Tensor], *featur
 
 @torch.no_grad()
 def _width(probe: _Probe) -> Finding:
-    """Compare the declared numbers of features with those of the maps."""
+    """Compare the declared numbers of features with the maps' numbers."""
     coupling = probe.coupling
     declared = actual = (coupling.features, coupling.out_features)
     for rho, content in ((coupling.query(probe.x, torch.float64), probe.q), (coupling.key(probe.y, torch.float64), probe.k)):
@@ -287,7 +285,7 @@ def _width(probe: _Probe) -> Finding:
         if actual == declared:
             actual = (width, rho.last(TOKENS)(content[..., :1].expand(*content.shape[:-1], width)).shape[-1])
     note = f"its maps take {actual[0]} features and return {actual[1]}"
-    note += ", as it says" if actual == declared else f"; it says {declared[0]} and {declared[1]}"
+    note += ", as declared" if actual == declared else f"; it declares {declared[0]} and {declared[1]}"
     return Finding("width", actual == declared, float(actual[1]), note)
 
 
@@ -307,12 +305,12 @@ def _laws_of_encoding(encoding: Encoding, probe: _Probe) -> dict[str, Callable[[
 
     laws = {"relative": lambda: _relative(probe, lambda a, b: _score(encoding, a, b), "query feature", "key feature")}
     law("bounded", "largest |score| / (|q| |k|) - 1", excess)
-    law("unitary", "largest change of a norm", lambda: _most(_score(encoding, x, x) - unit))
+    law("unitary", "largest change of a norm", lambda: _largest(_score(encoding, x, x) - unit))
     if encoding.out_features == encoding.features or encoding.is_lift or encoding.is_paired:
-        product, both = "largest |W(x) W(y) - W(xy)|", "largest |W(x)^H W(y) - rho(x)^H rho(y)|"
-        law("homomorphism", product, lambda: _most(w(origin, x) @ w(origin, y) - w(origin, group.compose(x, y))))
-        law("identity", "largest |W(1) - I|", lambda: _most(w(origin, origin) - unit))
-        law("decomposable", both, lambda: _most(w(origin, x).mH @ w(origin, y) - w(x, y)))
+        product, applied = "largest |W(x) W(y) - W(xy)|", "largest |W(x)^H W(y) - rho(x)^H rho(y)|"
+        law("homomorphism", product, lambda: _largest(w(origin, x) @ w(origin, y) - w(origin, group.compose(x, y))))
+        law("identity", "largest |W(1) - I|", lambda: _largest(w(origin, origin) - unit))
+        law("decomposable", applied, lambda: _largest(w(origin, x).mH @ w(origin, y) - w(x, y)))
     if group.is_grid:
         law("exact", "largest error of a float32 score up to position 2^31", lambda: _inexactness(encoding, probe), EXACT)
     note = "positions after which it repeats itself"
@@ -334,13 +332,13 @@ def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[],
         @torch.no_grad()
         def measure() -> Finding:
             product, expected = products()
-            return _law(name, _most(product - expected) / max(1.0, _most(expected)), f"largest {note}")
+            return _law(name, _largest(product - expected) / max(1.0, _largest(expected)), f"largest {note}")
 
         laws[name] = measure
 
     @torch.no_grad()
     def unitary() -> Finding:
-        error = _most(w(origin, x).mT @ w(origin, x) - unit)
+        error = _largest(w(origin, x).mT @ w(origin, x) - unit)
         return Finding("unitary", error <= TOLERANCE, error, "largest change of a norm, which a pair may have", is_law=False)
 
     laws: dict[str, Callable[[], Finding]] = {}
@@ -353,10 +351,14 @@ def _laws_of_pair(pair: Contragredient, probe: _Probe) -> dict[str, Callable[[],
 
 @torch.no_grad()
 def _direction(probe: _Probe) -> Finding:
-    error = _most(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
+    error = _largest(probe.scores(probe.x, probe.y) - probe.scores(probe.y, probe.x))
     if math.isnan(error):
         return Finding("directional", False, error, "scores are not numbers", is_law=False)
-    note = "score(x, y) differs from score(y, x)" if error > TOLERANCE else "score(x, y) = score(y, x): direction-blind"
+    note = (
+        "score(x, y) differs from score(y, x)"
+        if error > TOLERANCE
+        else "score(x, y) = score(y, x): symmetric in the direction"
+    )
     return Finding("directional", error > TOLERANCE, error, note, is_law=False)
 
 
@@ -388,18 +390,18 @@ def _inexactness(encoding: Encoding, probe: _Probe) -> float:
     errors = []
     for far in (2**20, 2**31 - 2000):
         x, y = probe.random(TOKENS), probe.random(TOKENS)
-        places = ((x, y, torch.float64), (x + far, y + far, torch.float32))
-        near, there = (
-            encoding(a, dtype)(q.to(dtype)).double() @ encoding(b, dtype)(k.to(dtype)).double().mT for a, b, dtype in places
+        pairs = ((x, y, torch.float64), (x + far, y + far, torch.float32))
+        near, distant = (
+            encoding(a, dtype)(q.to(dtype)).double() @ encoding(b, dtype)(k.to(dtype)).double().mT for a, b, dtype in pairs
         )
-        errors.append(_most(there - near))
+        errors.append(_largest(distant - near))
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 @torch.no_grad()
 def _precision(probe: _Probe, dtype: torch.dtype) -> Finding:
     exact = probe.scores(probe.x, probe.y)
-    error = _most(probe.scores(probe.x, probe.y, dtype) - exact) / max(1.0, _most(exact))
+    error = _largest(probe.scores(probe.x, probe.y, dtype) - exact) / max(1.0, _largest(exact))
     note = f"largest error of a score in {str(dtype).removeprefix('torch.')}"
     return _law("precision", error, note, 16 * torch.finfo(dtype).eps)
 
@@ -410,14 +412,14 @@ def _batch(probe: _Probe) -> Finding:
     x, few = probe.random(2, TOKENS), probe.random(TOKENS - 2)
     leading = [coupling.query(positions, torch.float64).leading for positions in (x[0], few)]
     if len(leading[0]) > 1 or leading[0] != leading[1]:
-        found = f"got leading axes {list(leading[0])} and {list(leading[1])} for {TOKENS} and {TOKENS - 2} tokens"
-        return Finding("batch", False, float("inf"), f"expected tables [*b h t .] for positions [*b t c], {found}")
+        got = f"got leading axes {list(leading[0])} and {list(leading[1])} for {TOKENS} and {TOKENS - 2} tokens"
+        return Finding("batch", False, math.inf, f"expected tables [*b h t .] for positions [*b t c], {got}")
     q = torch.cat((probe.q, probe.k))
     error = 0.0
     for side in (coupling.query, coupling.key):
         alone = torch.cat([side(x[n], torch.float64)(q[n : n + 1]) for n in range(2)])
         together = side(x, torch.float64)(q)
-        error = max(error, _most(together - alone) if together.shape == alone.shape else float("inf"))
+        error = max(error, _largest(together - alone) if together.shape == alone.shape else math.inf)
     note = "largest difference between samples together and alone; tables are [*b h t .] for positions [*b t c]"
     return _law("batch", error, note)
 
@@ -427,16 +429,17 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
         return Finding("gradient", True, 0.0, "nothing is learned")
     with torch.enable_grad():
         grads = torch.autograd.grad(loss(), list(parameters.values()), allow_unused=True)
-    dead = [
+    missing = [
         name
         for name, g in zip(parameters, grads, strict=True)
         if g is None or not g.reshape(len(g) if g.ndim > 1 else 1, -1).any(1).all()
     ]
-    return Finding("gradient", not dead, float(len(dead)), f"parameters without gradient: {', '.join(dead) or 'none'}")
+    note = f"parameters without gradient: {', '.join(missing) or 'none'}"
+    return Finding("gradient", not missing, float(len(missing)), note)
 
 
 def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
-    ways = (True,) if scheme.phases else (True, False)  # causal and not
+    causalities = (True,) if scheme.phases else (True, False)
 
     @cache
     def layer() -> tuple[list[Tensor], Tensor, Tensor]:
@@ -446,7 +449,7 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
         if scheme.max_length is not None:
             x, shift = x % max(half, 1), torch.tensor([[half]])
         elif scheme.group.is_grid and _weaker(scheme):
-            shift = shift + FAR  # beyond where the weaker law may be the whole one
+            shift = shift + FAR  # a weaker law may equal the relative law near the origin
         features = scheme.encoding.features
         widths = (features, features, features // scheme.width)
         rows = [torch.randn(len(x), scheme.heads * width, generator=generator, dtype=torch.float64) for width in widths]
@@ -457,8 +460,8 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
     def pairs() -> list[tuple[Tensor, Tensor]]:
         """Causal sums, then others, before and after the shift."""
         content, x, shift = layer()
-        places = (x, scheme.group.shift(shift, x))
-        sums = [[_sums(scheme, content, place, causal) for place in places] for causal in ways]
+        positions = (x, scheme.group.shift(shift, x))
+        sums = [[_sums(scheme, content, a, causal) for a in positions] for causal in causalities]
         return [(a[0], b[0]) for before, after in sums for a, b in zip(before, after, strict=True)]
 
     def attention() -> Finding:
@@ -468,33 +471,32 @@ def _laws_of_scheme(scheme: Scheme, generator: torch.Generator) -> dict[str, Cal
     def gradient() -> Finding:
         content, x, _ = layer()
         learned = {name: p for name, p in scheme.named_parameters() if not name.startswith("embedding.")}
-        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, ways[-1]), -1).square().sum())
+        return _gradient(learned, lambda: torch.cat(_sums(scheme, content, x, causalities[-1]), -1).square().sum())
 
     def positive() -> Finding:
-        least = pairs()[1][0].min().item()
-        note = "least causal denominator of random queries and keys"
-        return Finding("positive", least > 0, least, note, is_law=False)
+        smallest = pairs()[1][0].min().item()
+        note = "smallest causal denominator of random queries and keys"
+        return Finding("positive", smallest > 0, smallest, note, is_law=False)
 
     def seen() -> Finding:
         content, x, _ = layer()
         other = 2 * x if scheme.group.is_grid else scheme.group.random(len(x), generator=generator)
         other = other if scheme.max_length is None else other % scheme.max_length
         learned = [p for p in scheme.parameters() if p.requires_grad]
-        here, there = (torch.cat(_sums(scheme, content, place, ways[-1]), -1) for place in (x, other))
-        change = _most(here - there) / _most(here)
-        if learned:  # tables may start at zero: what a step of a parameter changes
-            slopes = [
-                torch.autograd.grad(sums.square().sum(), learned, allow_unused=True, materialize_grads=True)
-                for sums in (here, there)
+        sums = [torch.cat(_sums(scheme, content, a, causalities[-1]), -1) for a in (x, other)]
+        change = _largest(sums[0] - sums[1]) / _largest(sums[0])
+        if learned:  # tables may be initially zero: then gradients depend on positions
+            gradients = [
+                torch.autograd.grad(a.square().sum(), learned, allow_unused=True, materialize_grads=True) for a in sums
             ]
-            steps = [_most(a.double() - b) for a, b in zip(*slopes, strict=True)]
-            change = max(change, max(steps) / here.square().sum().item())
+            changes = [_largest(a.double() - b) for a, b in zip(*gradients, strict=True)]
+            change = max(change, max(changes) / sums[0].square().sum().item())
         return Finding("seen", change > SEEN, change, "largest change of a layer's sums at other positions")
 
     trivial = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.decay is None
-    found = {"attention": attention, "gradient": gradient}
-    found |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
-    return found | ({} if trivial else {"seen": seen})
+    laws = {"attention": attention, "gradient": gradient}
+    laws |= {"positive": positive} if scheme.choices["denominator"] in ("plain", "encoded") else {}
+    return laws | ({} if trivial else {"seen": seen})
 
 
 def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Callable[[], Finding]]:
@@ -504,24 +506,24 @@ def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Call
 
     @torch.no_grad()
     def path() -> Finding:
-        """Weights by steps alone, with drawn weights of content, of the tokens in the middle, alone and amid others."""
-        drawn, middle = copy.deepcopy(scheme.phases), slice(2, TOKENS - 2)
-        for own in drawn:
-            own.parameter.copy_(torch.randn(own.parameter.shape, generator=generator))
+        """Weights of the middle tokens, with random phase parameters: by themselves, and within the whole sequence."""
+        phases, middle = copy.deepcopy(scheme.phases), slice(2, TOKENS - 2)
+        for phase in phases:
+            phase.parameter.copy_(torch.randn(phase.parameter.shape, generator=generator))
 
         def weights(span: slice) -> Tensor:
             unit = torch.eye(TOKENS, dtype=torch.float64)[span].expand(scheme.heads, -1, -1)
-            return linear_attention(q[:, span], k[:, span], unit, phases=drawn, denominator=None, causal=True)[..., middle]
+            return linear_attention(q[:, span], k[:, span], unit, phases=phases, denominator=None, causal=True)[..., middle]
 
-        change = _most(weights(slice(None))[:, middle] - weights(middle))
-        return _law("path", change, "largest change of a weight amid other tokens, before its key or after its query")
+        change = _largest(weights(slice(None))[:, middle] - weights(middle))
+        return _law("path", change, "largest change of a weight by tokens before its key or after its query")
 
     @torch.no_grad()
     def seen() -> Finding:
         without = linear_attention(q, k, v, denominator=None, causal=True)
-        change = _most(linear_attention(q, k, v, phases=scheme.phases, denominator=None, causal=True) - without)
-        change = change / _most(without)
-        return Finding("seen", change > SEEN, change, "largest change of sums where keys take no steps")
+        change = _largest(linear_attention(q, k, v, phases=scheme.phases, denominator=None, causal=True) - without)
+        change = change / _largest(without)
+        return Finding("seen", change > SEEN, change, "largest change of sums without content-dependent phases")
 
     return {"path": path, "seen": seen}
 
@@ -555,5 +557,5 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) ->
     return [attend(q, k, values, **options)[..., extra:, :] for values, options in runs]
 
 
-def _most(error: Tensor) -> float:
+def _largest(error: Tensor) -> float:
     return error.abs().max().item()

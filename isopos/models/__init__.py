@@ -9,20 +9,7 @@ from isopos.models.layers import PerLayer
 from isopos.models.seq2seq import Seq2Seq
 from isopos.models.vision import Vision
 
-__all__ = [
-    "TOKEN_STD",
-    "AdaptiveHead",
-    "Block",
-    "Classifier",
-    "Decoder",
-    "DecoderState",
-    "Encoder",
-    "Forecaster",
-    "PairClassifier",
-    "PerLayer",
-    "Seq2Seq",
-    "Trunk",
-    "Vision",
-]
+__all__ = ["TOKEN_STD", "AdaptiveHead", "Block", "Classifier", "Decoder", "DecoderState", "Encoder"]
+__all__ += ["Forecaster", "PairClassifier", "PerLayer", "Seq2Seq", "Trunk", "Vision"]
 
 __getattr__ = renamed(__name__, {"Stream": "isopos.models.decoder.DecoderState"})

@@ -1,4 +1,4 @@
-"""Parts of all models: token vectors, blocks of attention and feed-forward, one scheme for all layers or one each."""
+"""Parts of all models: token vectors, and blocks of attention and feed-forward, with shared or separate schemes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ __all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Schemes"
 
 Schemes = Scheme | PerLayer | Sequence[Scheme]
 """A scheme for all layers of a model, or one per layer."""
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
-TOKEN_STD = 0.1  # of initial token embeddings
+TOKEN_STD = 0.1  # standard deviation of initial token embeddings
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -51,7 +51,7 @@ class BlockOptions(TypedDict, total=False):
 
     Keys:
         hidden_dim: Width inside the feed-forward; 4 * model_dim by default.
-        activation: Of the feed-forward, by default "relu".
+        activation: Activation of the feed-forward, by default "relu".
         norm: Norm before each branch and the head: "layer", or "batch", over all tokens of a batch.
         dropout: Probability, on the output of both branches.
         kv_heads, attention_dropout, window: `kv_heads`, `dropout` and `window` of `Attention`. With a window in linear
@@ -68,7 +68,7 @@ class BlockOptions(TypedDict, total=False):
 
 
 class Options(BlockOptions, total=False):
-    """Options of a model: those of its blocks, and two more; see `Trunk`."""
+    """Options of a model: the options of its blocks, and two more; see `Trunk`."""
 
     stochastic_depth: float
     recompute: bool
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
     Args:
         model_dim: Width.
-        scheme: Of the attention.
+        scheme: Scheme of the attention.
         cross: Whether there is cross-attention.
         stochastic_depth: Probability with which a sample skips a branch in training (Huang et al. 2016,
             https://arxiv.org/abs/1603.09382).
@@ -116,8 +116,8 @@ class Block(nn.Module):
         stochastic_depth: float = 0.0,
     ):
         super().__init__()
-        for name, value, known in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
-            expect(name, value, known)
+        expect("activation", activation, ACTIVATIONS)
+        expect("norm", norm, NORMS)
         if not 0 <= stochastic_depth < 1:
             raise ValueError(f"stochastic_depth: expected a probability below 1, got {stochastic_depth}")
         hidden = hidden_dim or 4 * model_dim
@@ -164,11 +164,11 @@ class Trunk(nn.Module, ABC):
 
     Args:
         tokens: Maps inputs to vectors ``[b t m]``: a module, or the vocabulary size of an `nn.Embedding`.
-        model_dim: Width: heads * head_dim of the scheme, with the number of query heads where `kv_heads` are fewer.
+        model_dim: Width: number of query heads * head_dim of the scheme.
         layers: Number of blocks.
         scheme: Positional scheme of all layers, or a list with one per layer.
-        stochastic_depth: Of the last block; it increases linearly from 0 in the first.
-        recompute: Gradient checkpointing: compute each block again in the backward pass.
+        stochastic_depth: Stochastic depth of the last block; it increases linearly from 0 in the first.
+        recompute: Gradient checkpointing: recompute each block in the backward pass.
         options: `BlockOptions`.
 
     Raises:
@@ -176,7 +176,7 @@ class Trunk(nn.Module, ABC):
             `PerLayer` refuses the list.
     """
 
-    causal = False  # whether tokens attend to earlier ones only
+    causal = False  # whether tokens attend to themselves and earlier tokens only
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class Trunk(nn.Module, ABC):
             raise ValueError(f"scheme: expected one for each of {layers} layers, got {len(scheme.order)}")
         if scheme.phases and not self.causal:
             raise ValueError(
-                "scheme: expected positions, since tokens here see later ones, got steps that keys take (decay='forget', "
-                "selective), which need causal attention, that of a Decoder"
+                "scheme: expected positions in a bidirectional model, got content-dependent phases (decay='forget', "
+                "selective), which need causal attention, as in a Decoder"
             )
         if scheme.embedding is not None and scheme.embedding.model_dim != model_dim:
             expected = scheme.embedding.model_dim
@@ -204,9 +204,9 @@ class Trunk(nn.Module, ABC):
         self.tokens = tokens if isinstance(tokens, nn.Module) else embedding(tokens, model_dim)
         each = scheme.each if isinstance(scheme, PerLayer) else (scheme,) * layers
         depths = zip(each, depth_rates(stochastic_depth, layers), strict=True)
-        blocks = (Block(model_dim, one, stochastic_depth=depth, **options) for one, depth in depths)
+        blocks = (Block(model_dim, part, stochastic_depth=depth, **options) for part, depth in depths)
         self.blocks, self.norm = nn.ModuleList(blocks), NORMS[options.get("norm", "layer")](model_dim)
-        self.register_module("head", None)  # parameters of heads come before those of schemes, as in saved optimisers
+        self.register_module("head", None)  # so that a head's parameters precede the scheme's, as in saved optimisers
         self.scheme, self.recompute = scheme, recompute
 
     @abstractmethod
@@ -218,14 +218,14 @@ class Trunk(nn.Module, ABC):
         """The scheme of each layer."""
         return self.scheme.each if isinstance(self.scheme, PerLayer) else (self.scheme,) * len(self.blocks)
 
-    def per_layer(self, make: Callable[[int, Scheme], Made]) -> tuple[Made, ...]:
+    def per_layer(self, make: Callable[[int, Scheme], Result]) -> tuple[Result, ...]:
         """Call `make` with layer number and scheme at the first layer of each scheme; return one result per layer."""
         if not isinstance(self.scheme, PerLayer):
             return (make(0, self.scheme),) * len(self.blocks)
         order, schemes = self.scheme.order, self.scheme.each
-        layers = [order.index(n) for n in range(len(self.scheme.parts))]  # the first of each scheme
-        values = [make(layer, schemes[layer]) for layer in layers]
-        return tuple(values[n] for n in order)
+        first_layers = [order.index(n) for n in range(len(self.scheme.parts))]
+        results = [make(layer, schemes[layer]) for layer in first_layers]
+        return tuple(results[n] for n in order)
 
     def enter(
         self, tokens: Tensor, positions: Tensor | None, states: Sequence[State] | None = None
@@ -248,16 +248,16 @@ class Trunk(nn.Module, ABC):
         return tuple(arguments.of(state) for arguments, state in zip(at, states, strict=True))
 
     def positions_for(self, scheme: Scheme, positions: Tensor) -> Tensor:
-        """The positions ``[*b t c]`` that a scheme takes; a position-free scheme among others takes the first columns."""
+        """Positions ``[*b t c]`` for a scheme; a position-free scheme among other schemes takes the first columns."""
         mixed = isinstance(self.scheme, PerLayer) and scheme.position_free
         return positions[..., : scheme.group.columns] if mixed else positions
 
     def features(
         self, tokens: Tensor, positions: Tensor | None, *, causal: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """Features ``[b t m]`` before the head. Where the mask ``[b t]`` is False (padding), tokens are not attended to.
+        """Features ``[b t m]`` before the head. The mask ``[b t]`` is False for padding, which no token attends to.
 
-        Padding has positions, too: on a line the next ones, in a tree roots.
+        Padding needs positions, too: on a line the next ones, in a tree roots.
         """
         x, at = self.enter(tokens, positions)
         return self.run_blocks(x, at, causal=causal, mask=mask)
@@ -269,13 +269,13 @@ class Trunk(nn.Module, ABC):
         return self.norm(x, mask)
 
     def checkpointed(self, block: nn.Module) -> Callable[..., Any]:
-        """The block as a function; with `recompute`, one that computes it again in the backward pass."""
-        again = self.recompute and torch.is_grad_enabled()
-        return partial(checkpoint, block, use_reentrant=False) if again else block
+        """The block as a function; with `recompute`, it is computed again in the backward pass."""
+        recomputed = self.recompute and torch.is_grad_enabled()
+        return partial(checkpoint, block, use_reentrant=False) if recomputed else block
 
 
 def depth_rates(stochastic_depth: float, layers: int) -> list[float]:
-    """Stochastic depth of each block: increasing linearly from 0 to that of the last."""
+    """Stochastic depth of each block, increasing linearly from 0 to `stochastic_depth`."""
     return [stochastic_depth * n / max(1, layers - 1) for n in range(layers)]
 
 

@@ -1,4 +1,4 @@
-"""A causal language model, the head for large vocabularies, and the streams that it reads and writes."""
+"""A causal language model with streams, and a head for large vocabularies."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ __all__ = ["AdaptiveHead", "Continuation", "Decoder", "DecoderState"]
 
 
 class Decoder(Trunk):
-    """A causal language model; its layers share one scheme, evaluated once a forward, or have one each.
+    """A causal language model. Its layers share one scheme, evaluated once per forward pass, or have separate schemes.
 
     Args:
-        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
-        cutoffs: Of an adaptive softmax (`AdaptiveHead`); by default an ordinary one.
+        vocabulary, model_dim, layers, scheme, options: Arguments of `Trunk`.
+        cutoffs: Cutoffs of an adaptive softmax (`AdaptiveHead`); by default an ordinary softmax.
         tied: Whether the head shares its weight with the token embedding; it has no bias then, as in Fairseq.
 
     Raises:
-        ValueError: For a tied head with cutoffs, whose rare tokens have fewer features, and for batch norm.
+        ValueError: For a tied head with cutoffs, because rare tokens have fewer features then, and for batch norm.
 
     Examples:
         >>> import torch
@@ -58,7 +58,7 @@ class Decoder(Trunk):
         **options: Unpack[Options],
     ):
         if tied and cutoffs:
-            raise ValueError(f"tied: expected an ordinary softmax, got cutoffs {tuple(cutoffs)}; give one of both")
+            raise ValueError(f"tied: expected no cutoffs with a tied head, got {tuple(cutoffs)}; choose one of the two")
         if options.get("norm") == "batch":
             raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
@@ -71,45 +71,45 @@ class Decoder(Trunk):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
 
-        With targets ``[b s]``, the tokens after the last s, it is their mean cross-entropy in nats instead. The
-        logits of an adaptive softmax are logarithms of probabilities.
+        With targets ``[b s]``, which follow the last s tokens, it returns their mean cross-entropy in nats instead. The
+        logits of an adaptive softmax are log probabilities.
         """
         x = self.features(tokens, positions, causal=True)
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of targets ``[b s]`` after the last s of the features ``[b t m]`` of `advance`."""
+        """Mean cross-entropy in nats of targets ``[b s]``, predicted from the last s of the features ``[b t m]``."""
         x = x[:, x.shape[1] - targets.shape[1] :]
         if isinstance(self.head, AdaptiveHead):
             return self.head.loss(x, targets)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     def prefill(self, tokens: Tensor, stream: "DecoderState | None" = None) -> tuple[Tensor, "DecoderState"]:
-        """Logits ``[b t vocabulary]`` of a stream's next tokens ``[b t]``, by default a new one's, and the stream then."""
+        """Logits ``[b t vocabulary]`` for the next tokens ``[b t]`` of a stream, by default a new one, and its state."""
         x, stream = self.advance(tokens, stream)
         return self.head(x), stream
 
     def advance(self, tokens: Tensor, stream: "DecoderState | None" = None) -> tuple[Tensor, "DecoderState"]:
-        """What the head is given, ``[b t m]``, of a stream's next tokens ``[b t]``, and the stream then."""
+        """Features ``[b t m]`` before the head for the next tokens of a stream, by default a new one, and its state."""
         stream = stream or self._new()
         positions = sequence(tokens.shape[-1], device=tokens.device) + stream.length
         x, at = self.enter(tokens, positions, stream.states)
         states = []
-        for block, own in zip(self.blocks, at, strict=True):
-            x, after = block(x, own, causal=True, return_state=True)
-            states.append(after)
+        for block, arguments in zip(self.blocks, at, strict=True):
+            x, state = block(x, arguments, causal=True, return_state=True)
+            states.append(state)
         return self.norm(x), DecoderState(stream.length + tokens.shape[-1], tuple(states))
 
     def step(self, token: Tensor, stream: "DecoderState") -> tuple[Tensor, "DecoderState"]:
-        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and the stream after it.
+        """Logits ``[b vocabulary]`` after one more token ``[b]`` of a stream, and its state.
 
-        Several continuations may start from one stream; `steps` are faster for one that goes on.
+        Several continuations may start from one stream; for a single continuation `steps` is faster.
         """
         logits, stream = self.prefill(token[:, None], stream)
         return logits[:, 0], stream
 
     def steps(self, stream: "DecoderState | None" = None) -> "Continuation":
-        """The next tokens of a stream, by default a new one's: one or a chunk per call."""
+        """A `Continuation` of a stream, by default a new one: it takes one token or a chunk per call."""
         return Continuation(self, stream or self._new())
 
     def _new(self) -> "DecoderState":
@@ -117,54 +117,55 @@ class Decoder(Trunk):
 
 
 class Continuation:
-    """A decoder's stream of tokens, which keeps the state of each layer.
+    """Decoding of a stream: it keeps the state of each layer.
 
     A call with one token ``[b]`` returns the logits ``[b vocabulary]`` after it. A call with a chunk of tokens ``[b t]``
-    returns the logits ``[b t vocabulary]`` after each. Parameters of the model must not change between calls.
+    returns the logits ``[b t vocabulary]`` after each token. Parameters of the model must not change between calls.
 
     Attributes:
         model: The decoder.
-        layers: An `isopos.Stream` of each layer.
+        layers: One `isopos.Stream` per layer.
     """
 
     def __init__(self, model: Decoder, stream: "DecoderState"):
         self.model, self.layers = model, list[Stream]()
         for scheme, state in zip(model.schemes, stream.states, strict=True):
-            like = next((layer for layer in self.layers if layer.scheme is scheme), None)
-            self.layers.append(Stream(scheme, state, length=stream.length, tables_from=like))
+            same = next((layer for layer in self.layers if layer.scheme is scheme), None)
+            self.layers.append(Stream(scheme, state, length=stream.length, tables_from=same))
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return self.layers[0].length
 
     @property
     def stream(self) -> "DecoderState":
-        """The tokens so far, for `Decoder.step` and other continuations, as a value that later calls do not change."""
+        """The stream so far, for `Decoder.step` and other continuations; later calls do not change it."""
         return DecoderState(self.length, tuple(layer.state for layer in self.layers))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits after the next token ``[b]``, or after each of the next tokens ``[b t]``."""
-        several, tokens = tokens.ndim > 1, tokens if tokens.ndim > 1 else tokens[:, None]
+        single = tokens.ndim == 1
+        tokens = tokens[:, None] if single else tokens
         x, embedding = self.model.tokens(tokens), self.model.scheme.embedding
         if embedding is not None:
             x = x + embedding(sequence(tokens.shape[-1], device=tokens.device) + self.length, x.dtype)
         for block, layer in zip(self.model.blocks, self.layers, strict=True):
             x = block(x, layer, causal=True)
         logits = self.model.head(self.model.norm(x))
-        return logits if several else logits[:, 0]
+        return logits[:, 0] if single else logits
 
 
 class AdaptiveHead(nn.Module):
-    """An adaptive softmax: tokens are sorted by frequency, and rare ones share clusters of fewer features.
+    """An adaptive softmax for tokens sorted by frequency: rare tokens belong to clusters with fewer features.
 
-    The first `cutoffs[0]` tokens and one token per cluster have all features; cluster i of the rest has model_dim / 4^i.
+    The first `cutoffs[0]` tokens and one token per cluster use all features; tokens of cluster i use model_dim / 4^i.
 
     References:
         Grave et al., Efficient softmax approximation for GPUs, https://arxiv.org/abs/1609.04309
 
     Args:
-        model_dim: Input features.
+        model_dim: Number of input features.
         vocabulary: Number of tokens, the most frequent first.
         cutoffs: First token of each cluster, increasing and below the vocabulary.
 
@@ -185,8 +186,8 @@ class AdaptiveHead(nn.Module):
             raise ValueError(f"cutoffs: expected increasing numbers from 1 to {vocabulary - 1}, got {tuple(cutoffs)}")
         if model_dim < 4 ** len(cutoffs):
             raise ValueError(
-                f"cutoffs: expected at most {int(math.log(model_dim, 4))} for a width of {model_dim}, which each divides by "
-                f"4, got {len(cutoffs)}"
+                f"cutoffs: expected at most {int(math.log(model_dim, 4))} for a width of {model_dim}, which each cutoff "
+                f"divides by 4, got {len(cutoffs)}"
             )
         self.softmax = nn.AdaptiveLogSoftmaxWithLoss(model_dim, vocabulary, list(cutoffs))
 
@@ -195,12 +196,12 @@ class AdaptiveHead(nn.Module):
         return self.softmax.log_prob(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of targets ``[*b]``; computes only the clusters that they need."""
+        """Mean cross-entropy in nats of targets ``[*b]``; computes only the clusters of the targets."""
         return self.softmax(x.flatten(0, -2), targets.flatten()).loss
 
 
 class DecoderState(NamedTuple):
-    """The tokens that a decoder has seen: their number, and the state of each layer."""
+    """State of a decoder after `length` tokens: one state per layer."""
 
     length: int
     states: tuple[State, ...]

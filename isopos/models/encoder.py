@@ -1,4 +1,4 @@
-"""Bidirectional models: logits per token, or one answer for a sample or a pair of samples."""
+"""Bidirectional models: logits per token, or logits of classes for a sample or a pair of samples."""
 
 from typing import Literal, Unpack
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.catalog import expect
+from isopos.deprecation import renamed_argument
 from isopos.models.blocks import Options, Schemes, Trunk
 
 __all__ = ["Classifier", "Encoder", "PairClassifier"]
@@ -15,10 +16,10 @@ POOLINGS = ("mean", "first")
 
 
 class Encoder(Trunk):
-    """A bidirectional language model, as RoBERTa: every token attends to all; logits predict the token at each position.
+    """A bidirectional language model, as RoBERTa: every token attends to all tokens; logits predict each token.
 
     Args:
-        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
+        vocabulary, model_dim, layers, scheme, options: Arguments of `Trunk`.
         tied: Whether the head shares its weight with the token embedding; it has a bias, as in RoBERTa.
 
     Examples:
@@ -27,7 +28,7 @@ class Encoder(Trunk):
         >>> tokens = torch.arange(10)[None]
         >>> model(tokens).shape
         torch.Size([1, 10, 256])
-        >>> model(tokens, places=torch.tensor([[3, 7]])).shape
+        >>> model(tokens, indices=torch.tensor([[3, 7]])).shape
         torch.Size([1, 2, 256])
     """
 
@@ -46,22 +47,23 @@ class Encoder(Trunk):
         if tied:
             self.head.weight = self.tokens.weight  # pyright: ignore[reportAttributeAccessIssue]
 
+    @renamed_argument("places", "indices")
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         *,
-        places: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]`` (0 to t - 1).
 
-        The mask ``[b t]`` is False for padding, which changes nothing. Padding has positions, too: on a line the next ones,
-        in a tree roots. With places ``[b n]``, indices of tokens, only their logits ``[b n vocabulary]`` are computed.
+        The mask ``[b t]`` is False for padding, which has no effect. Padding needs positions, too: on a line the next ones,
+        in a tree roots. With indices of tokens ``[b n]``, only the logits of these tokens ``[b n vocabulary]`` are computed.
         """
         x = self.features(tokens, positions, mask=mask)
-        if places is not None:
-            x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+        if indices is not None:
+            x = x.gather(1, indices[..., None].expand(-1, -1, x.shape[-1]))
         return self.head(x)
 
 
@@ -69,7 +71,7 @@ class Classifier(Trunk):
     """A bidirectional classifier of samples, by the mean of their tokens or by their first token.
 
     Args:
-        vocabulary, model_dim, layers, scheme, options: Of `Trunk`.
+        vocabulary, model_dim, layers, scheme, options: Arguments of `Trunk`.
         classes: Number of classes.
         pooling: Input of the head: the "mean" of a sample's tokens, or its "first" token.
 
@@ -108,7 +110,7 @@ class PairClassifier(Trunk):
     https://arxiv.org/abs/2011.04006; classifier_head_dual in its code).
 
     Args:
-        vocabulary, classes, model_dim, layers, scheme, pooling, options: Of `Classifier`.
+        vocabulary, classes, model_dim, layers, scheme, pooling, options: Arguments of `Classifier`.
 
     Examples:
         >>> import isopos
@@ -131,8 +133,8 @@ class PairClassifier(Trunk):
         expect("pooling", pooling, POOLINGS)
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
         hidden = options.get("hidden_dim") or 4 * model_dim
-        layers_of_head = [nn.Linear(4 * model_dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden // 2), nn.ReLU()]
-        self.head, self.pooling = nn.Sequential(*layers_of_head, nn.Linear(hidden // 2, classes)), pooling
+        perceptron = nn.Linear(4 * model_dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden // 2), nn.ReLU()
+        self.head, self.pooling = nn.Sequential(*perceptron, nn.Linear(hidden // 2, classes)), pooling
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of pairs ``[b 2 t]``; the mask ``[b 2 t]`` is False for padding.

@@ -1,4 +1,4 @@
-"""A forecaster: rows of values at any times, some of them unknown."""
+"""A forecaster of rows of values at any times."""
 
 from typing import Unpack
 
@@ -13,12 +13,12 @@ __all__ = ["Forecaster"]
 class Forecaster(Trunk):
     """A bidirectional model that predicts unknown values in rows of values, one token per row.
 
-    Unknown values, missing or in the future, are NaN in the input. A token is made of the values, with 0 for unknown ones,
-    and of a flag for each. The model answers for any times, however far apart.
+    Unknown values, missing or in the future, are NaN in the input. A token consists of the values, with 0 for unknown ones,
+    and a flag for each value. Times may be any distance apart.
 
     Args:
-        channels: Values per row.
-        model_dim, layers, scheme, options: Of `Trunk`.
+        channels: Number of values per row.
+        model_dim, layers, scheme, options: Arguments of `Trunk`.
 
     Examples:
         >>> import isopos
@@ -36,6 +36,6 @@ class Forecaster(Trunk):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Values ``[b t c]`` from rows ``[b t c]`` with NaN for unknown ones, at positions ``[t c]`` or ``[b t c]``."""
-        known = ~tokens.isnan()
-        rows = torch.cat((torch.where(known, tokens, 0), known.to(tokens.dtype)), -1)
+        observed = ~tokens.isnan()
+        rows = torch.cat((torch.where(observed, tokens, 0), observed.to(tokens.dtype)), -1)
         return self.head(self.features(rows, positions))

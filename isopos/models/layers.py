@@ -20,8 +20,8 @@ __all__ = ["PerLayer"]
 class PerLayer(nn.Module):
     """Schemes of the layers of a model, in order. A scheme that several layers share is stored and evaluated once.
 
-    All must take the same kind of positions, or none. Only the first may add an embedding to the tokens. Models accept a
-    list of schemes and convert it.
+    All schemes must take the same kind of positions, or no positions. Only the first may add an embedding to the tokens.
+    Models accept a list of schemes and convert it.
 
     Args:
         schemes: One per layer.
@@ -46,9 +46,9 @@ class PerLayer(nn.Module):
         self.parts, self.order = nn.ModuleList(distinct), tuple(distinct.index(scheme) for scheme in schemes)
         positional = [scheme for scheme in schemes if not scheme.position_free]
         if len(nouns := dict.fromkeys(scheme.group.noun for scheme in positional)) > 1:
-            raise ValueError(f"scheme: expected positions of one kind in all layers, got those of a {', a '.join(nouns)}")
+            raise ValueError(f"scheme: expected positions of one kind in all layers, got a {' and a '.join(nouns)}")
         if any(scheme.embedding is not None and scheme is not schemes[0] for scheme in schemes):
-            raise ValueError("scheme: expected an embedding, which is added to tokens, in the first layer alone, got others")
+            raise ValueError("scheme: expected an embedding in the first layer only, got one in a later layer")
 
     @property
     def each(self) -> tuple[Scheme, ...]:

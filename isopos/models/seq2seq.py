@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
+from isopos.deprecation import renamed_argument
 from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Schemes, Trunk, depth_rates, embedding
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
@@ -14,7 +15,7 @@ from isopos.state import State
 __all__ = ["Follow", "Memory", "Seq2Seq"]
 
 Follow = Callable[[Tensor], Tensor | None]
-"""Maps n target tokens ``[b n]`` to positions ``[n+1 c]`` or ``[b n+1 c]`` of them and the next one; None to stop."""
+"""A function of n target tokens ``[b n]``: positions ``[n+1 c]`` or ``[b n+1 c]`` including the next one; None stops."""
 
 
 class Memory(NamedTuple):
@@ -29,20 +30,20 @@ class Memory(NamedTuple):
 class Seq2Seq(Trunk):
     """An encoder of sources and a causal decoder of targets with cross-attention.
 
-    One scheme serves the three attentions of a layer, as in Algebraic Positional Encodings (section 4.2). The inputs of the
-    decoder are a start token and the targets but the last. The slot of each input has the position of the token that it
-    predicts, so that cross-attention sees the true relative positions of target and source, on lines and in trees.
+    All attention of a layer uses one scheme, as in Algebraic Positional Encodings (section 4.2). Inputs of the decoder are a
+    start token and all targets except the last. Each input has the position of the token that it predicts, so that
+    cross-attention sees the relative positions of targets and sources, on lines and in trees.
 
     Args:
         sources: Size of the source vocabulary.
         targets: Size of the target vocabulary, including a start token.
-        model_dim, scheme, options: Of `Trunk`.
+        model_dim, scheme, options: Arguments of `Trunk`.
         layers: Number of blocks of the encoder, and of the decoder.
         tied: Whether source embedding, target embedding and head share one weight; the head has no bias then.
 
     Raises:
-        ValueError: For tied embeddings of different vocabularies, for batch norm, and for linear attention with a
-            decay, which has no meaning between two sequences.
+        ValueError: For tied embeddings of different vocabularies, for batch norm, and for linear attention with a decay,
+            which is undefined between two sequences.
 
     References:
         Attention is all you need (Vaswani et al. 2017). https://arxiv.org/abs/1706.03762
@@ -76,40 +77,41 @@ class Seq2Seq(Trunk):
         if options.get("norm") == "batch":
             raise ValueError("norm: expected layer in a decoder, whose tokens must not see later ones, got batch")
         super().__init__(sources, model_dim, layers, scheme, **options)
-        if any(one.attention == "linear" and one.decay is not None for one in self.schemes):
+        if any(part.attention == "linear" and part.decay is not None for part in self.schemes):
             raise ValueError(
-                "decay: expected 'none' in linear attention of targets to sources, whose positions are in no common order, "
-                "got a decay; softmax attention takes it"
+                "decay: expected 'none' for linear cross-attention, whose queries and keys have no common order, got a "
+                "decay; softmax attention supports it"
             )
-        kept: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
+        block: BlockOptions = {name: options[name] for name in BlockOptions.__annotations__ if name in options}  # pyright: ignore
         depths = zip(self.schemes, depth_rates(options.get("stochastic_depth", 0.0), layers), strict=True)
         self.targets = self.tokens if tied else embedding(targets, model_dim)
-        self.decoder = nn.ModuleList(Block(model_dim, one, cross=True, stochastic_depth=d, **kept) for one, d in depths)
+        self.decoder = nn.ModuleList(Block(model_dim, part, cross=True, stochastic_depth=d, **block) for part, d in depths)
         self.last_norm = NORMS["layer"](model_dim)
         self.head = nn.Linear(model_dim, targets, bias=not tied)
         if tied:
             self.head.weight = self.tokens.weight
-        windows = options.get("window") is not None and any(one.attention == "linear" for one in self.schemes)
+        windows = options.get("window") is not None and any(part.attention == "linear" for part in self.schemes)
         self.streams = not self.scheme.outside and not windows  # whether decoding keeps states
 
+    @renamed_argument("places", "target_positions")
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         source: Tensor,
         target: Tensor,
         positions: Tensor | None = None,
-        places: Tensor | None = None,
+        target_positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits ``[b t targets]`` of the token after each of the decoder's inputs ``[b t]``.
+        """Logits ``[b t targets]`` of the token after each input ``[b t]`` of the decoder.
 
         Args:
             source: Tokens ``[b s]``.
-            target: A start token and the targets but the last ``[b t]``.
-            positions: Of the source ``[s c]`` or ``[b s c]``; 0 to s - 1 by default.
-            places: Positions ``[t c]`` or ``[b t c]`` of the predicted tokens; 0 to t - 1 by default.
-            mask: ``[b s]``, False for padding of sources. Targets need none: attention is causal.
+            target: A start token and all targets except the last ``[b t]``.
+            positions: Positions of the source ``[s c]`` or ``[b s c]``; 0 to s - 1 by default.
+            target_positions: Positions of the predicted tokens ``[t c]`` or ``[b t c]``; 0 to t - 1 by default.
+            mask: ``[b s]``, False for padding of sources. Targets need no mask, because their attention is causal.
         """
-        return self.decode(target, self.encode(source, positions, mask), places)
+        return self.decode(target, self.encode(source, positions, mask), target_positions)
 
     def encode(self, source: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Memory:
         """Encode sources ``[b s]`` for the decoder; see `forward`."""
@@ -117,31 +119,37 @@ class Seq2Seq(Trunk):
         x, at = self.enter(source, positions)
         return Memory(self.run_blocks(x, at, mask=mask), positions, at, mask)
 
-    def decode(self, target: Tensor, memory: Memory, places: Tensor | None = None) -> Tensor:
+    @renamed_argument("places", "target_positions")
+    def decode(self, target: Tensor, memory: Memory, target_positions: Tensor | None = None) -> Tensor:
         """Logits ``[b t targets]``; see `forward`."""
-        places = sequence(target.shape[1], device=target.device) if places is None else places
-        x = self._entered(target, places)
-        at = self.scheme_arguments(places, x)
-        context = self._context(memory, places, target.shape[1], at)
+        target_positions = sequence(target.shape[1], device=target.device) if target_positions is None else target_positions
+        x = self._embedded(target, target_positions)
+        at = self.scheme_arguments(target_positions, x)
+        context = self._context(memory, target_positions, target.shape[1], at)
         for block, arguments, source in zip(self.decoder, at, context, strict=True):
             x = self.checkpointed(block)(x, arguments, causal=True, context=source)
         return self.head(self.last_norm(x))
 
+    @renamed_argument("places", "target_positions")
     def step(
-        self, token: Tensor, memory: Memory, places: Tensor, states: Sequence[State] = ()
+        self, token: Tensor, memory: Memory, target_positions: Tensor, states: Sequence[State] = ()
     ) -> tuple[Tensor, tuple[State, ...]]:
-        """Logits ``[b targets]`` after one more token ``[b]``, first the start token, and the new states of the decoder.
+        """Logits ``[b targets]`` after one more token ``[b]``, and the next states of the decoder.
 
-        `places` are the positions of all slots so far, as in `decode`; the last one is the token's.
+        Args:
+            token: The start token at first, then the targets.
+            memory: Result of `encode`.
+            target_positions: Positions of all predicted tokens so far, as in `decode`.
+            states: States of the decoder; none at first.
         """
         states = states or (State(),) * len(self.decoder)
-        x, after = self._entered(token[:, None], places), []
-        at = self.scheme_arguments(places[..., -1:, :], x, states)
-        context = self._context(memory, places, 1, at)
+        x, next_states = self._embedded(token[:, None], target_positions), []
+        at = self.scheme_arguments(target_positions[..., -1:, :], x, states)
+        context = self._context(memory, target_positions, 1, at)
         for block, arguments, source in zip(self.decoder, at, context, strict=True):
-            x, new = block(x, arguments, causal=True, context=source, return_state=True)
-            after.append(new)
-        return self.head(self.last_norm(x))[:, 0], tuple(after)
+            x, state = block(x, arguments, causal=True, context=source, return_state=True)
+            next_states.append(state)
+        return self.head(self.last_norm(x))[:, 0], tuple(next_states)
 
     @torch.no_grad()
     def greedy(
@@ -153,37 +161,40 @@ class Seq2Seq(Trunk):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The most probable tokens, one after another: ``[b n]``, at most `steps`.
+        """Greedy decoding: the most probable token at each step, ``[b n]`` for at most `steps` tokens.
 
-        Slots are at positions 0, 1, ..., or where `follow` says, until it returns None. Schemes without streams compute all
-        slots again for each token, with the same result.
+        Positions are 0, 1, ..., or those returned by `follow`, until it returns None. Schemes without streams recompute all
+        tokens at each step, with the same result.
         """
         memory = self.encode(source, positions, mask)
         target, states = torch.full_like(source[:, :1], start), ()
         for n in range(1, steps + 1):
-            places = sequence(n, device=source.device) if follow is None else follow(target[:, 1:])
-            if places is None:
+            target_positions = sequence(n, device=source.device) if follow is None else follow(target[:, 1:])
+            if target_positions is None:
                 break
             if self.streams:
-                logits, states = self.step(target[:, -1], memory, places, states)
+                logits, states = self.step(target[:, -1], memory, target_positions, states)
             else:
-                logits = self.decode(target, memory, places)[:, -1]
+                logits = self.decode(target, memory, target_positions)[:, -1]
             target = torch.cat((target, logits.argmax(-1, keepdim=True)), 1)
         return target[:, 1:]
 
-    def _entered(self, target: Tensor, places: Tensor) -> Tensor:
-        """Vectors ``[b t m]`` of the tokens in the last of these slots, plus the scheme's embedding."""
-        x, added = self.targets(target), self.scheme.embedding
-        return x if added is None else x + added(places, x.dtype)[..., -target.shape[1] :, :]
+    def _embedded(self, target: Tensor, target_positions: Tensor) -> Tensor:
+        """Vectors ``[b t m]`` of the tokens at the last t positions, plus the scheme's embedding."""
+        x = self.targets(target)
+        if self.scheme.embedding is None:
+            return x
+        return x + self.scheme.embedding(target_positions, x.dtype)[..., -target.shape[1] :, :]
 
-    def _context(self, memory: Memory, places: Tensor, new: int, at: Sequence[Arguments]) -> tuple[Context, ...]:
-        """Each layer's context for the last `new` slots; `at` has the schemes evaluated there."""
-        rows = self.scheme.group.refers_to_rows  # a node is found from its root on
-        slots, dtype = places if rows else places[..., -new:, :], torch.promote_types(memory.features.dtype, torch.float32)
+    def _context(self, memory: Memory, target_positions: Tensor, new: int, at: Sequence[Arguments]) -> tuple[Context, ...]:
+        """Each layer's context for the last `new` positions; `at` has the schemes evaluated there."""
+        rows = self.scheme.group.refers_to_rows  # nodes need the rows of their ancestors
+        x = target_positions if rows else target_positions[..., -new:, :]
+        dtype = torch.promote_types(memory.features.dtype, torch.float32)
 
         def context(n: int, scheme: Scheme) -> Context:
-            pair = self.positions_for(scheme, slots), self.positions_for(scheme, memory.positions)
-            arguments: Mapping[str, Any] = scheme.at(*pair, dtype=dtype, evaluated=(at[n], memory.at[n]))
+            x_query, x_key = self.positions_for(scheme, x), self.positions_for(scheme, memory.positions)
+            arguments: Mapping[str, Any] = scheme.at(x_query, x_key, dtype=dtype, evaluated=(at[n], memory.at[n]))
             if rows and scheme.locality is not None:
                 arguments = arguments | {"locality": arguments["locality"][..., -new:, :]}
             return Context(memory.features, arguments, memory.mask)

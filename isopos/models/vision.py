@@ -1,4 +1,4 @@
-"""A classifier of images: patches become tokens on a grid, or row by row on a line, as the scheme requires."""
+"""A classifier of images: patches are tokens on a grid, or row by row on a line, as the scheme requires."""
 
 from typing import Literal, Unpack
 
@@ -30,9 +30,11 @@ class Patches(nn.Module):
         super().__init__()
         self.kind, self.side, half = kind, at_least("patch", side), side // 2
         expect("tokenizer", kind, ("patches", "convolution"))
-        whole = kind == "patches"
-        self.project = nn.Conv2d(channels, model_dim, side if whole else 3, side if whole else 1, padding=0 if whole else 1)
-        self.pool = nn.Identity() if whole else nn.Sequential(nn.ReLU(), nn.MaxPool2d(2 * half + 1, side, padding=half))
+        if kind == "patches":
+            self.project, self.pool = nn.Conv2d(channels, model_dim, side, side), nn.Identity()
+        else:
+            self.project = nn.Conv2d(channels, model_dim, 3, padding=1)
+            self.pool = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2 * half + 1, side, padding=half))
 
     def sides(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError if patches do not fit."""
@@ -50,9 +52,9 @@ class Vision(Trunk):
     """A bidirectional classifier of images of any size, with pooling instead of a class token.
 
     Args:
-        channels: Of a pixel.
+        channels: Number of values per pixel.
         classes: Number of classes.
-        model_dim, layers, scheme, options: Of `Trunk`.
+        model_dim, layers, scheme, options: Arguments of `Trunk`.
         tokenizer, patch: `kind` and `side` of `Patches`.
         pooling: "mean" of all tokens; or "sequence", a mean weighted by a softmax over the tokens' products with a learned
             vector, as in CCT.

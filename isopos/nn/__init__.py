@@ -1,4 +1,4 @@
-"""Modules around attention: projections with a scheme, and what moves checkpoints of them."""
+"""Modules around attention: projections with a scheme, and conversions of their weights."""
 
 from isopos.deprecation import renamed
 from isopos.nn.attention import Attention

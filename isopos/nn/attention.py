@@ -18,16 +18,16 @@ __all__ = ["Attention"]
 class Attention(nn.Module):
     """Multi-head attention whose scores see positions through a scheme.
 
-    The scheme is evaluated once a forward and shared by layers: pass ``scheme.at(positions)`` as `at`.
+    The scheme is evaluated once per forward pass and shared by layers: pass ``scheme.at(positions)`` as `at`.
 
     Args:
         model_dim: Width of inputs and outputs, a multiple of the scheme's heads.
-        scheme: Not a submodule of this one: whoever builds several layers owns it.
-        kv_heads: Heads of keys and values, which as many neighbouring heads of queries share; by default each head has its
-            own. The scheme may be built for these heads, or for those of queries.
-        dropout: Probability with which a weight of softmax attention is dropped in training. Linear attention forms no
-            weights that it could drop: drop its outputs.
-        window: Of `softmax_attention` and `linear_attention`.
+        scheme: The scheme; it does not become a submodule, because several layers may share it.
+        kv_heads: Number of heads of keys and values; equally many neighbouring query heads share each of them. By default
+            as many as query heads. The scheme has this number of heads, or the number of query heads.
+        dropout: Probability of dropping a weight of softmax attention in training. Linear attention forms no weights: apply
+            dropout to its outputs.
+        window: Option of `softmax_attention` and `linear_attention`.
 
     Examples:
         >>> import torch
@@ -85,14 +85,14 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens.
-            at: What the scheme's `at` returned; with a state, x are the next tokens of a stream. Or a `Stream`, which
-                keeps the state; x are its next tokens.
+            at: Result of the scheme's `at`; with a state, x are the next tokens of a stream. Or a `Stream`, which keeps the
+                state; x are its next tokens.
             context: Tokens of keys and values.
-            causal: A token sees those up to its own.
-            mask: ``[b s]``, True where a key takes part.
-            attn_mask: Of pairs, ``[b h t s]`` or what broadcasts to it; of softmax attention.
-            segment_ids: ``[b s]``, of packed sequences.
-            return_state: Return a pair of the output and the next state.
+            causal: Whether a token sees itself and earlier tokens only.
+            mask: ``[b s]``, True for keys that take part.
+            attn_mask: ``[b h t s]`` or a shape that broadcasts to it, as of `softmax_attention`.
+            segment_ids: ``[b s]``, numbers of packed sequences.
+            return_state: Whether to return a pair of the output and the next state.
         """
         source = x if context is None else context
         inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
@@ -103,8 +103,8 @@ class Attention(nn.Module):
         if isinstance(at, Stream):
             y, state = at(*heads, **options), ()
         else:
-            found = self.attend(*heads, **{**at, **options, "causal": causal, "return_state": return_state})
-            y, *state = found if return_state else (found,)
+            out = self.attend(*heads, **{**at, **options, "causal": causal, "return_state": return_state})
+            y, *state = out if return_state else (out,)
         if self.normalised:
             y = F.layer_norm(y, y.shape[-1:])
         y = self.out(y.transpose(1, 2).flatten(2))
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
 
 def _heads(model_dim: int, scheme: Scheme, kv_heads: int) -> int:
-    """Heads of queries, where so many of keys are shared; ValueError where the scheme is for neither."""
+    """Number of query heads for a number of key heads; ValueError if the scheme has neither number of heads."""
     features = scheme.encoding.features
     heads = model_dim * scheme.width // features
     if heads < 1 or heads * features != model_dim * scheme.width:
@@ -120,5 +120,5 @@ def _heads(model_dim: int, scheme: Scheme, kv_heads: int) -> int:
     if heads % at_least("kv_heads", kv_heads):
         raise ValueError(f"kv_heads: expected a divisor of the {heads} heads, got {kv_heads}")
     if scheme.heads not in (heads, kv_heads):
-        raise ValueError(f"scheme: expected one of {heads} heads, those of queries, or of {kv_heads}, got {scheme.heads}")
+        raise ValueError(f"scheme: expected {heads} heads, as of queries, or {kv_heads}, as of keys, got {scheme.heads}")
     return heads

@@ -1,4 +1,4 @@
-"""What moves checkpoints: a constant basis into projections, and projections between layouts of rotary embeddings."""
+"""Conversions of weights: a constant basis into projections, and projections between layouts of rotary embeddings."""
 
 import copy
 from typing import Literal
@@ -18,16 +18,16 @@ __all__ = ["absorb", "convert_layout"]
 def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     """Fold the scheme's constant basis into projections of queries and keys, in place, and return the scheme without it.
 
-    P q = (P W) x: scores stay what they were, and attention no longer applies P. Learned angles stay learned; what a learned
-    basis had learned moves into the projections. An `Exponential` becomes a `Rotary` with its angles, since its basis is
-    constant, too (APE, Appendix A; LRPE, Eq. 75).
+    P q = (P W) x: scores do not change, and attention no longer applies P. Learned angles remain parameters; a learned basis
+    becomes part of the projections. An `Exponential` becomes a `Rotary` with its angles, since its basis is constant, too
+    (APE, Appendix A; LRPE, Eq. 75).
 
     Args:
-        scheme: With softmax attention or the identity feature map: no other commutes with P.
-        projections: Every layer's that makes queries or keys of heads * d features.
+        scheme: A scheme of softmax attention, or with the identity feature map, because others do not commute with P.
+        projections: The projections of queries and of keys of all layers, to heads * d features.
 
     Raises:
-        ValueError: Where there is no basis, or a feature map lies between the projections and it; nothing is changed.
+        ValueError: If there is no basis, or a feature map acts between the projections and the basis; nothing changes then.
 
     Examples:
         >>> import isopos
@@ -37,17 +37,17 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     """
     if scheme.attention == "linear" and scheme.choices["feature_map"] != "identity":
         raise ValueError(
-            f"scheme: expected softmax attention or the identity feature map, which let a basis pass, "
+            f"scheme: expected softmax attention or the identity feature map, which commute with a basis, "
             f"got {scheme.choices['feature_map']}"
         )
     if not projections:
-        raise ValueError("projections: expected the layers that make queries and keys, got none")
+        raise ValueError("projections: expected the projections of queries and keys, got none")
     if scheme.bias is not None:
         raise ValueError(
-            f"scheme: expected none with a bias, whose rows meet queries or keys, got {type(scheme.bias).__name__}"
+            f"scheme: expected no bias, whose vectors would need the same basis, got {type(scheme.bias).__name__}"
         )
     if scheme.phases:
-        raise ValueError("scheme: expected none whose steps read keys, which would be read in another basis, got one")
+        raise ValueError("scheme: expected no content-dependent phases, which would read keys in another basis, got some")
     if len(set(map(id, projections))) < len(projections):
         raise ValueError("projections: expected each layer once, got one twice")
     basis, rest = _split_basis(scheme.encoding)
@@ -58,25 +58,25 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     with torch.no_grad():
         for layer in projections:
             for parameter in (layer.weight, layer.bias):
-                if parameter is not None:  # heads and features stand where tokens' features do: [m h 1 d]
+                if parameter is not None:  # rows as features of heads, in the layout of a map's input: [m h 1 d]
                     rows = to_float64(parameter).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
                     rotated = basis(rows[..., None, :]).squeeze(-2).permute(1, 2, 0)
                     parameter.copy_(cast_down(rotated.reshape(parameter.shape), parameter.dtype, parameter.device))
     absorbed = copy.copy(scheme)
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest
-    vars(absorbed).pop("fingerprint", None)  # it is another scheme's
+    vars(absorbed).pop("fingerprint", None)  # it has changed
     absorbed.origin = None
     return absorbed
 
 
 @torch.no_grad()
 def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
-    """A constant basis in float64, and the encoding that is left."""
+    """The constant basis in float64, and the encoding without it."""
     if isinstance(encoding, InBasis) and encoding.basis.widening > 1:
         raise ValueError(
             f"scheme: expected a basis that returns as many features as it takes, got {type(encoding.basis).__name__}, "
-            "which no projection of this size can hold"
+            "so projections of this size cannot contain it"
         )
     if isinstance(encoding, InBasis):
         device = next((parameter.device for parameter in encoding.parameters()), None)
@@ -94,14 +94,14 @@ def _split_basis(encoding: nn.Module) -> tuple[TokenMap, Encoding]:
 def convert_layout(
     weight: Tensor, heads: int, *, to: Literal["interleaved", "half"], rotary_dim: int | None = None
 ) -> Tensor:
-    """A projection of queries or keys between the layouts of rotary embeddings, so that scores stay what they were.
+    """A projection of queries or keys in the other layout of rotary embeddings; scores do not change.
 
     Args:
         weight: Weight ``[h * d, m]`` or bias ``[h * d]`` in the other layout: pairs (i, i + d/2) of a head are "half", as
             in Llama's checkpoints, pairs (2i, 2i+1) "interleaved", as in RoFormer's and by default here.
-        heads: h: of keys for the key projection, where there are fewer.
+        heads: h: number of query heads, or of key heads for the key projection.
         to: The layout of the result.
-        rotary_dim: Features of a head that are rotated, where only the first do.
+        rotary_dim: Number of rotated features per head, the first ones; all by default.
 
     Returns:
         A new tensor shaped as `weight`.

@@ -1,4 +1,4 @@
-"""Names of before; `isopos.stream` has what they are now."""
+"""Deprecated names of `isopos.stream`."""
 
 from isopos.deprecation import renamed
 

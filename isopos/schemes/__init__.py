@@ -1,6 +1,6 @@
 """Presets: named combinations of encoding, decay, feature map and denominator, one function per scheme, one file per family.
 
-Every function takes ``(head_dim, heads, **options)``. Options are those of the scheme and those of `Choices`; encoding,
+Every function takes ``(head_dim, heads, **options)``. Options are the scheme's own and `Choices`; encoding,
 decay, denominator, feature map and kind of attention are independent. `register` adds a function, from a file in this
 folder, which is imported automatically, or from a module of yours.
 """

@@ -196,7 +196,7 @@ def _generator(width: int, initial: str, base: float) -> Tensor:
     expect("initial", initial, typing.get_args(Initial))
     count = width // 2
     angle = rope_frequencies(count, base)
-    if initial == "identity":  # quantiles of a half-normal distribution of 0.25 radians a step
+    if initial == "identity":  # quantiles of a half-normal distribution of 0.25 radians per step
         share = (torch.arange(count, device="cpu", dtype=torch.float64) + 0.5) / count
         angle = 0.25 * 2**0.5 * torch.erfinv(share)
     lower = torch.zeros(width, device="cpu", dtype=torch.float64)
@@ -218,8 +218,8 @@ def _tree(width: int, heads: int, branches: int, initial: str, base: float, seed
 def _ring(width: int, heads: int, period: int, seed: int) -> Encoding:
     turns = (at_least("period", period, 2) / 2) ** torch.linspace(0, 1, width // 2, device="cpu", dtype=torch.float64)
     ring = encodings.Rotary((2 * math.pi / period * turns.floor().flip(0))[None, None], group=Ring(period))
-    near = 0.1 * normal(seed, heads, width, width) / width**0.5
-    return encodings.InBasis(ring, bases.Orthogonal(near, learned=True))
+    generator = 0.1 * normal(seed, heads, width, width) / width**0.5  # near the identity
+    return encodings.InBasis(ring, bases.Orthogonal(generator, learned=True))
 
 
 def _makers(parts: str, heads: int, initial: str, base: float, seed: int) -> list[Callable[[int], Encoding]]:

@@ -67,8 +67,8 @@ def rope_mixed(
 ) -> Scheme:
     """Rotation of feature pairs by learned frequencies over all axes.
 
-    Each pair of each head rotates by <w, x> with a learned vector w, so that diagonals count, too. Initial frequencies are
-    those of `rope_axial`, rotated as a whole by one random rotation per head. Coordinates may be real numbers.
+    Each pair of each head rotates by <w, x> with a learned vector w, so that diagonals count, too. Initial frequencies
+    are `rope_axial`'s, rotated by one random rotation per head. Coordinates may be real numbers.
 
     Args:
         head_dim: d, even, at least 2 for each axis.
@@ -77,8 +77,8 @@ def rope_mixed(
     """
     frequency = _axial(even(head_dim) // 2, axes, None, base)
     frame, upper = torch.linalg.qr(normal(seed, heads, axes, axes).double())
-    frame = frame * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform, where QR prefers signs
-    frame[..., 0] *= frame.det()[:, None]  # no mirrors
+    frame = frame * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform; plain QR prefers some signs
+    frame[..., 0] *= frame.det()[:, None]  # a rotation, no reflection
     return compose(encodings.Rotary(frame @ frequency, learned=learned), heads, choices)
 
 
@@ -119,9 +119,9 @@ def mrope(
     layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Rotation of feature pairs, shared out among time, height and width.
+    """Rotation of feature pairs, divided among time, height and width.
 
-    Each frequency of rope multiplies one coordinate of (time, height, width). Where the coordinates are equal, as for text,
+    Each frequency of rope multiplies one coordinate of (time, height, width). If the coordinates are equal, as for text,
     this is rope. Positions are ``[*b t 3]``; position ids ``[3 b t]`` of transformers become this by ``ids.movedim(0, -1)``.
     They may be real numbers.
 
@@ -142,9 +142,11 @@ def mrope(
     if interleaved:
         axis = [pair % len(shares) if pair // len(shares) < shares[pair % len(shares)] else 0 for pair in range(count)]
         for n, share in enumerate(shares[1:], 1):
-            if (room := len(range(n, count, len(shares)))) < share:
-                turns = f"where {len(shares)} axes take turns over {count} pairs"
-                raise ValueError(f"sections: expected at most {room} pairs for axis {n}, {turns}, got {_text(sections)}")
+            if (available := len(range(n, count, len(shares)))) < share:
+                raise ValueError(
+                    f"sections: expected at most {available} pairs for axis {n}, since {len(shares)} axes alternate over "
+                    f"{count} pairs, got {_text(sections)}"
+                )
     selected = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
     return compose(laid_out(encodings.Rotary((selected * rope_frequencies(count, base))[None]), layout), heads, choices)
 
@@ -174,7 +176,7 @@ def wire(
 
 
 def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
-    """Frequencies ``[c f]`` of f pairs; each is zero except on its own axis."""
+    """Frequencies ``[c f]`` of f pairs; each is zero on all axes except one."""
     shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
@@ -202,13 +204,13 @@ def _text(sections: Sections) -> str:
 
 def _directions(count: int, axes: int) -> Tensor:
     """Unit vectors spread evenly over all directions: float64 ``[count axes]``."""
-    places = torch.arange(count, device="cpu", dtype=torch.float64)
+    number = torch.arange(count, device="cpu", dtype=torch.float64)
     if axes == 2:
-        angle = places * (math.pi * (5**0.5 - 1) / 2)
+        angle = number * (math.pi * (5**0.5 - 1) / 2)
         return torch.stack((angle.cos(), angle.sin()), -1)
     phi = 2.0
     for _ in range(60):  # a contraction
         phi = (1 + phi) ** (1 / (axes + 1))
     steps = phi ** -torch.arange(1, axes + 1, device="cpu", dtype=torch.float64)
-    normals = torch.erfinv(2 * ((places[:, None] + 1) * steps % 1) - 1)
+    normals = torch.erfinv(2 * ((number[:, None] + 1) * steps % 1) - 1)
     return normals / normals.norm(dim=-1, keepdim=True)

@@ -41,10 +41,11 @@ def prope(
         transport: Whether values, too, are expressed in the frame of the query, as in the paper.
     """
     if head_dim % 8 or head_dim < 8:
-        raise ValueError(f"head size: expected a multiple of 8, half of it 4 features a camera's matrix, got {head_dim}")
+        raise ValueError(f"head size: expected a multiple of 8, 4 features per camera matrix in one half, got {head_dim}")
     patches: Encoding = encodings.Rotary(axial([head_dim // 8] * 2, base)[None])
     if layout != "interleaved":
-        back, still = -rope_frequencies(head_dim // 8, base), torch.zeros(head_dim // 8, device="cpu", dtype=torch.float64)
-        turned = [torch.stack(rows)[None] for rows in ((still, back), (back, still))]  # of rows and columns
-        patches = encodings.DirectSum([laid_out(encodings.Rotary(w), layout) for w in turned], shared=True)
+        reverse = -rope_frequencies(head_dim // 8, base)
+        zero = torch.zeros_like(reverse)
+        by_axis = [torch.stack(rows)[None] for rows in ((zero, reverse), (reverse, zero))]  # columns, then rows
+        patches = encodings.DirectSum([laid_out(encodings.Rotary(w), layout) for w in by_axis], shared=True)
     return compose(ContragredientSum([Projection(head_dim // 2), patches]), heads, choices, transport=transport)

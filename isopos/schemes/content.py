@@ -42,5 +42,5 @@ def selective(
     has rope's angles, so this is rope at consecutive positions. The positions that a caller passes are ignored.
     ``decay="forget"`` adds forget gates, as the paper does.
     """
-    turn = SelectiveRotation(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
-    return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=turn)
+    rotation = SelectiveRotation(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
+    return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=rotation)

@@ -169,8 +169,8 @@ def alibi(head_dim: int, heads: int, **choices: Unpack[Choices]) -> Scheme:
 def _softmax_only(name: str, choices: Choices) -> Choices:
     if choices.get("attention", "softmax") == "linear":
         raise ValueError(
-            f"attention: expected softmax, got linear: {name} adds to logits what depends on both positions at once, "
-            "a factor of weights that linear attention cannot split; horn-clipped and horn-constrained add to its weights"
+            f"attention: expected softmax, got linear: {name} adds a term of both positions to logits, which linear "
+            "attention cannot factor; horn-clipped and horn-constrained add terms to its weights"
         )
     return choices
 

@@ -46,7 +46,7 @@ def lrpe_unitary(
     scores are real parts. With a real P they are sums of cosines, score(i, j) = score(j, i), so without `causal` a model
     cannot distinguish left from right; with the complex basis "dft" it can. With `complex`, the d features are d/2 complex
     ones, pairs (2i, 2i+1) as in rope; queries, keys and denominator are complex, the output is the real part (Eq. 38), and
-    scores are those of rope in the basis P.
+    scores equal rope's in the basis P.
 
     Args:
         head_dim: d; even if complex.
@@ -149,11 +149,11 @@ def _in_basis(encoding: Encoding, basis: str, heads: int, learned: bool, seed: i
         return encoding
     width = encoding.features // 2 if pairs else encoding.features
     if basis == "householder":
-        made: bases.Basis = bases.Householder(normal(seed, heads, width), learned=learned)
+        basis_map: bases.Basis = bases.Householder(normal(seed, heads, width), learned=learned)
     elif basis == "odd-even":
-        made = bases.OddEven(width)
+        basis_map = bases.OddEven(width)
     elif pairs:
         return encodings.InBasis(encoding, bases.ComplexFourier(encoding.features))
     else:
-        made = bases.Fourier(width)
-    return encodings.InBasis(encoding, bases.Pairs(made) if pairs else made)
+        basis_map = bases.Fourier(width)
+    return encodings.InBasis(encoding, bases.Pairs(basis_map) if pairs else basis_map)

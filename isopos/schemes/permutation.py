@@ -33,8 +33,8 @@ def permuteformer(
 
     Features are ReLU and the decay is r in [0.88, 0.99] (Eq. 11). The paper has r = 1 in bidirectional models:
     ``decay="none"``. The authors' code has r = sigmoid(2 + 3 h / H) for head h, ``decay="permuteformer-released"``, and no
-    denominator. `scheme.encoding.orders` is the number of positions that each head distinguishes, `common_order` that of all
-    heads together.
+    denominator. `scheme.encoding.orders` are the numbers of positions that single heads distinguish, `common_order` is the
+    number that all heads together distinguish.
 
     Args:
         width: Queries and keys have width * d features, by wider projections; 4 in the paper (section 4.1).
@@ -46,7 +46,7 @@ def permuteformer(
     expect("matrix", matrix, ("permutation", "identity", "orthogonal"))
     if matrix != "permutation" and (orders, length) != ("random", None):
         name = "orders" if length is None else "length"
-        raise ValueError(f"{name}: expected none beside matrix={matrix!r}, which has no orders")
+        raise ValueError(f"{name}: expected none with matrix={matrix!r}, which has no orders")
     features = head_dim * at_least("width", width)
     defaults = {"feature_map": "relu", "denominator": "encoded", "decay": "permuteformer"}
     encoding: Encoding = encodings.Identity(features)

@@ -17,19 +17,8 @@ from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.kinds import FIELDS, Linear, Softmax, kind_of
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = [
-    "REGISTRY",
-    "PairLayout",
-    "axial",
-    "build",
-    "compose",
-    "even",
-    "laid_out",
-    "options_of",
-    "register",
-    "resolve",
-    "split",
-]
+__all__ = ["REGISTRY", "PairLayout", "axial", "build", "compose", "even"]
+__all__ += ["laid_out", "options_of", "register", "resolve", "split"]
 
 __getattr__ = renamed(__name__, {"Layout": "isopos.schemes.registry.PairLayout"})
 
@@ -54,7 +43,7 @@ ARGUMENTS = {
     "realizations": "Features of queries and keys; d by default.",
     "seed": "Seed of random initial values.",
     "theta": 'Angles of t = 0, ..., n - 1: "a" base^(-2t/d), "b" pi (t+1) / (2 n length), "c" pi / (2 (t+1) length), as'
-    "\n        in the paper's listing, whose length is that of each input; here it is fixed: a prefix keeps its outputs.",
+    "\n        in the paper's listing, where length is each input's; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
 }  # descriptions of common options, unless a scheme's docstring describes them
 
@@ -98,15 +87,15 @@ def register(**fields: Any) -> Callable[[Function], Function]:
         signature = inspect.signature(function)
 
         @functools.cache
-        def known() -> dict[str, Any]:
-            """The options of the function, and what `Scheme` and the kinds of attention take besides."""
+        def accepted() -> dict[str, Any]:
+            """Options of the function, of `Scheme`, and of the kinds of attention."""
             named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
             return named | dict(list(inspect.signature(Scheme).parameters.items())[2:]) | dict.fromkeys(FIELDS)
 
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
-            if unknown := [option for option in options if option not in known()]:
-                raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], known())}")
+            if unknown := [option for option in options if option not in accepted()]:
+                raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], accepted())}")
             if isinstance(kind := options.get("attention"), Linear | Softmax):
                 options |= {"attention": kind.name, **kind.chosen}
             bound = signature.bind(*arguments, **options)
@@ -115,7 +104,7 @@ def register(**fields: Any) -> Callable[[Function], Function]:
             at_least("heads", 1 if values.get("heads") is None else values["heads"])
             scheme = function(*arguments, **options)
             bound.apply_defaults()
-            scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in known()}
+            scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in accepted()}
             return scheme
 
         entry = entry_of(inspect.getdoc(function), fields)
@@ -152,7 +141,7 @@ def build(
         head_dim: d.
         heads: h.
         options: Value of each option, or its text.
-        model: Known facts about the model: "length", the longest sequence in training; "reach", the longest in evaluation;
+        model: Facts about the model: "length", the longest sequence in training; "reach", the longest in evaluation;
             "branches", largest number of children of a node; "depth" of a typical tree; "scale", the standard deviation of
             token embeddings; "seed". They determine options in `Entry.fits`, and seeds, that `options` does not contain.
 
@@ -167,10 +156,10 @@ def build(
     """
     name = resolve(name)
     parameters, model = options_of(name), model or {}
-    follows = {"seed": "seed"} | dict(CATALOG[name].fits)
-    fitting = {option: str(model[what]) for option, what in follows.items() if option in parameters and what in model}
+    sources = {"seed": "seed"} | dict(CATALOG[name].fits)
+    fitted = {option: str(model[fact]) for option, fact in sources.items() if option in parameters and fact in model}
     values = {}
-    for option, text in (fitting | dict(options or {})).items():
+    for option, text in (fitted | dict(options or {})).items():
         if option not in parameters:
             raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
         values[option] = _parse(f"{name}: {option}", str(text), parameters[option])
@@ -188,10 +177,10 @@ def resolve(name: str) -> str:
     module, dot, scheme = name.rpartition(".")
     if dot:
         own_module(module, f"scheme {name}")
-        if scheme not in (known := [key for key, function in REGISTRY.items() if function.__module__ == module]):
-            names = ", ".join(known) or "none"
+        if scheme not in (names := [key for key, function in REGISTRY.items() if function.__module__ == module]):
             raise ValueError(
-                f"scheme {name}: expected a scheme that {module} registers by @register, got {scheme!r} of {names}"
+                f"scheme {name}: expected a scheme that {module} registers by @register, got {scheme!r} of "
+                f"{', '.join(names) or 'none'}"
             )
     elif name not in REGISTRY:
         raise ValueError(f"unknown scheme {name!r}: {closest(name, REGISTRY)}")
@@ -202,10 +191,9 @@ def options_of(name: str) -> dict[str, Any]:
     """Options of a scheme with their types, or with the valid names."""
     hints = typing.get_type_hints(REGISTRY[name])
     parameters = inspect.signature(REGISTRY[name]).parameters.values()
-    kinds = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return {
-        o: typing.get_args(kind) if typing.get_origin(kind) is Literal else kind for o, kind in kinds.items()
-    } | choices_of()
+    types = {p.name: hints.get(p.name, str) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    names = {option: typing.get_args(kind) for option, kind in types.items() if typing.get_origin(kind) is Literal}
+    return types | names | choices_of()
 
 
 def _parse(what: str, text: str, kind: Any) -> Any:
@@ -230,19 +218,19 @@ def _parse(what: str, text: str, kind: Any) -> Any:
 def compose(
     encoding: Coupling, heads: int | None, choices: Choices, defaults: Mapping[str, str] | None = None, **parts: Any
 ) -> Scheme:
-    """A scheme of these parts, with a preset's defaults where the user has not chosen and they apply.
+    """A scheme of these parts, with a preset's defaults for options that the user has not chosen, if they apply.
 
-    Fields of `Linear` and `Softmax` may be passed with the name of the kind, the short form for users.
+    Fields of `Linear` and `Softmax` may be passed with the name of the kind.
     """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":
-        raise ValueError("heads: expected their number beside a decay, whose rate is each head's own, got none")
+        raise ValueError("heads: expected their number with a decay, which has one rate per head, got none")
     heads = 1 if heads is None else heads
     if {**defaults, **choices}.get("attention") == "softmax":
         defaults = {name: value for name, value in defaults.items() if name in ("attention", "decay")}
     options: dict[str, Any] = {**defaults, **choices}
-    if twice := [name for name in parts if name in options]:
-        raise TypeError(f"{twice[0]}: expected none beside this scheme, which decides it itself, got {options[twice[0]]!r}")
+    if fixed := [name for name in parts if name in options]:
+        raise TypeError(f"{fixed[0]}: expected none, since this scheme determines it, got {options[fixed[0]]!r}")
     options |= parts
     kind = kind_of(**{name: options.pop(name) for name in ("attention", *FIELDS) if name in options})
     return Scheme(encoding, heads, attention=kind, **options)

@@ -50,7 +50,7 @@ def rope(
 
 @register(
     citation="Barbero et al. 2024, arXiv 2410.06205, section 6",
-    equation="<q, R(w t) k>, w = 0 but for the fastest",
+    equation="<q, R(w t) k>, w = 0 except for the fastest",
     cost="t d",
     extends="grids, by direct sum",
 )
@@ -66,15 +66,15 @@ def p_rope(
     """Rotation of feature pairs, except the slowest ones.
 
     The slowest frequencies of rope are set to zero, so that their features carry content alone. Partial rotary
-    (``rope(..., rotary_dim=...)``) instead spreads all of rope's frequencies over as many pairs.
+    (``rope(..., rotary_dim=...)``) instead spreads all of rope's frequencies over the same number of pairs.
 
     Args:
         p: Fraction of pairs that rotate, above 0 and up to 1, which is rope. At least one pair, int(p d / 2), must rotate.
     """
-    if not 0 < p <= 1 or (kept := int(p * even(head_dim) // 2)) < 1:
+    if not 0 < p <= 1 or (rotated := int(p * even(head_dim) // 2)) < 1:
         raise ValueError(f"p: expected a share up to 1 that rotates at least one of {head_dim // 2} pairs, got {p}")
     frequency = rope_frequencies(head_dim // 2, base)
-    frequency[kept:] = 0
+    frequency[rotated:] = 0
     return compose(laid_out(encodings.Rotary(frequency[None, None]), layout), heads, choices)
 
 
@@ -95,7 +95,7 @@ def retnet(
 ) -> Scheme:
     """Rotation of feature pairs, and RetNet's decay per head.
 
-    The decay is gamma = 1 - 2^(-5-h). Feature map and denominator default to those of rope, so that the two schemes differ
+    The decay is gamma = 1 - 2^(-5-h). Feature map and denominator have rope's defaults, so that the two schemes differ
     in the decay alone. TransNormerLLM's LRPE-d belongs to this family. RetNet's swish gate is part of its layer, and
     `isopos.models` do not have it; the norm of heads is a layer norm in `Attention` and an RMS norm in the authors' code.
 
@@ -140,7 +140,7 @@ def xpos(
 
 
 @register(
-    citation="real Jordan forms, which hold Sun et al. 2022 and Press et al. 2022",
+    citation="real Jordan forms, which include Sun et al. 2022 and Press et al. 2022",
     equation="<q, exp(t A) k>, A of Jordan blocks: t^n / n! e^((g + i w) t)",
     cost="t d m for blocks of order m",
     extends="grids, by direct sum",
@@ -165,7 +165,7 @@ def jordan(
     to 2e-6 up to 8 times the length from zero; positions beyond are refused.
 
     Args:
-        order: m, pairs per block; pairs that are left over rotate only.
+        order: m, pairs per block; remaining pairs only rotate.
         growth: Growth rate in nats per `length` steps: weights of earlier keys shrink and weights of later keys grow, so it
             needs causal attention. A decay shrinks weights at any length and in both directions.
         length: Unit of the offset in steps; about the length of the longest sequence.

@@ -1,4 +1,4 @@
-"""Errors of rotary tables against a float64 reference: ours, and those of libraries that `benchmarks` adds."""
+"""Errors of rotary tables against a float64 reference: of isopos, and of libraries that `benchmarks` adds."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ HEAD_DIM, LENGTH = 64, 8192
 
 
 class Setting(NamedTuple):
-    """Features of `dtype` at `LENGTH` positions from `start` on; `cast` casts the module to this dtype as well."""
+    """Features of `dtype` at `LENGTH` positions from `start` on; with `cast` the module has this dtype, too."""
 
     start: int
     dtype: torch.dtype
@@ -68,14 +68,14 @@ def scores(table: Tensor) -> Tensor:
 def errors(
     peer: Peer = OURS, settings: Iterable[Setting] = SETTINGS, of: Callable[[Tensor], Tensor] = pairs
 ) -> dict[Setting, float]:
-    """Largest error by setting of one library, by default isopos: its rotation of unit features against the reference.
+    """Largest error by setting of one library's rotation of unit features against the reference.
 
     Args:
-        peer: The library.
-        settings: Settings to measure; those that it cannot reach are left out.
-        of: Function of the table of cosines and sines ``[t f 2]`` that is compared, such as `scores`.
+        peer: The library, by default isopos.
+        settings: Settings to measure; positions beyond the library's longest are left out.
+        of: Function of the table of cosines and sines ``[t f 2]`` to compare, such as `scores`.
     """
-    found, interleaved = {}, peer.layout == "interleaved"
+    largest, interleaved = {}, peer.layout == "interleaved"
     unit = torch.tensor([1, 0]).expand(HEAD_DIM // 2, 2)  # its rotation is the cosine and sine, without further rounding
     unit = (unit if interleaved else unit.mT).flatten().expand(1, 1, LENGTH, -1)
     for setting in settings:
@@ -84,8 +84,8 @@ def errors(
         x = unit.to(setting.dtype)
         rotated = peer.workload(x, setting.start, setting.dtype if setting.cast else None)(x, x)[0][0, 0].double()
         table = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).mT
-        found[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
-    return found
+        largest[setting] = (of(table) - of(_reference(setting.start))).abs().max().item()
+    return largest
 
 
 def _reference(start: int) -> Tensor:
@@ -97,14 +97,14 @@ def _reference(start: int) -> Tensor:
 
 
 def accuracy() -> Table:
-    """A table of the errors of isopos and of every installed peer; the caption names the others."""
+    """A table of the errors of isopos and of every installed peer; the caption names the missing ones."""
     missing = absent()
-    note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: out of reach of its table."
+    note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: beyond its longest position."
     rows, titles = [], ("library", "version", *map(str, SETTINGS))
     for name, peer in LIBRARIES.items():
         if name not in missing:
-            found = errors(peer)
+            largest = errors(peer)
             version = __version__ if peer is OURS else importlib.metadata.version(peer.package)
-            rows.append((name, version, *(f"{found[setting]:.1e}" if setting in found else "-" for setting in SETTINGS)))
+            rows.append((name, version, *(f"{largest[key]:.1e}" if key in largest else "-" for key in SETTINGS)))
     caption = f"{note}\nNot installed: {', '.join(missing)}." if missing else note
     return grids.console(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)

@@ -1,4 +1,4 @@
-"""Upper limits of a machine's speed: matrix products, copies, zeros; and the time that attention would take at that rate."""
+"""Upper limits of a machine's speed: the time of attention at the rate of matrix products, copies and zeros."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,7 +11,7 @@ ZEROS = "zeros where results go"
 ROOFLINE = "the slower of copies of as many bytes and products of as many operations"
 FRESH = f"{PRODUCT}, and {ZEROS}"
 PARTS = {ROOFLINE: (COPY, PRODUCT), FRESH: (PRODUCT, ZEROS)}  # ceilings made of several measurements
-MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # of a square matrix that keeps a device busy
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}  # rows of a square matrix that is large enough to use the device fully
 
 
 def _product(like: Tensor) -> Callable[[], Tensor]:
@@ -28,24 +28,24 @@ WORKLOADS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
 
 
 def measured(names: Iterable[str]) -> list[str]:
-    """The measurements that ceilings of these names need."""
+    """Names of the measurements for ceilings with these names."""
     return list(dict.fromkeys(part for name in names for part in PARTS.get(name, (name,))))
 
 
 def scaled(
     seconds: Mapping[str, list[float]], tokens: int, d: int, *, device: str, gradients: bool, causal: bool = True
 ) -> dict[str, list[float]]:
-    """Scale measured seconds to the operations, bytes and results of one attention call; add the ceilings made of several.
+    """Scale measured seconds to the operations, bytes and results of one attention call; add combined ceilings.
 
     Args:
-        seconds: Of one product, one copy of q, and zeros of its size, round by round.
+        seconds: Seconds of one product, one copy of q, and zeros of its size, round by round.
         tokens: Number of tokens, over all heads and samples.
         d: Features, and values, per token and head.
-        device: Where they were measured.
+        device: Device of the measurements.
         gradients: Whether the backward pass is included.
         causal: Whether attention is causal.
     """
-    moved = 11 if gradients else 4  # q, k, v in and sums out; back q, k, v and a gradient in, and three out
+    moved = 11 if gradients else 4  # reads q, k, v, writes sums; backward reads q, k, v, a gradient, writes three
     share = tokens * operations(d, gradients=gradients, causal=causal) / (2 * MATRIX_SIZES[torch.device(device).type] ** 3)
     factors = {PRODUCT: share, COPY: moved / 2, ZEROS: 4 if gradients else 1}
     ceilings = {name: [factor * x for x in seconds[name]] for name, factor in factors.items() if name in seconds}
@@ -56,13 +56,13 @@ def scaled(
 
 
 def operations(d: int, *, gradients: bool, causal: bool = True) -> int:
-    """Fewest additions and multiplications of attention per token and head; causal attention in chunks of 64 tokens.
+    """Smallest number of additions and multiplications of attention per token and head, in chunks of 64 tokens if causal.
 
-    Forward 4 d^2 for its part of the state and what it reads there, 2 * 64 d for half a chunk of weights and their sums.
-    Backward 6 d^2 for gradients through the state, 2 d^2 each for that of the state and for the state once more, and
-    5 * 64 d for weights once more, their gradients, and those of q, k and v.
+    Forward: 4 d^2 to update and read the state, 2 * 64 d for half a chunk of weights and their sums. Backward: 6 d^2 for
+    gradients through the state, 2 d^2 each for the gradient of the state and for recomputing the state, and 5 * 64 d for
+    recomputing weights and for the gradients of weights, q, k and v.
 
-    Over all keys there are no chunks, and one state a head, which is kept: 4 d^2 forward, and 8 d^2 backward.
+    Bidirectional attention has no chunks, and keeps one state per head: 4 d^2 forward, and 8 d^2 backward.
 
     Examples:
         >>> operations(64, gradients=False), operations(64, gradients=True)

@@ -1,4 +1,4 @@
-"""Agreement of all settings: the worst error of each scheme, setting and dtype against the quadratic definition."""
+"""Largest error of each scheme, setting and dtype against the quadratic definition."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ FAR = 2**31
 ATTENTIONS: dict[str, Callable[..., Any]] = {"linear": linear_attention, "softmax": softmax_attention}
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
-Error = float | str  # the error, or why there is none
+Error = float | str  # the error, or the reason for a refusal
 Key = tuple[str, str, str, str]  # dtype, scheme, attention, setting
 
 
@@ -63,7 +63,7 @@ class Trial:
         return torch.cat(out, -2)
 
     def alone(self, span: slice, samples: slice = slice(None), *, causal: bool = True) -> Tensor:
-        """Reference of some tokens as a separate sequence, whose positions start at the first."""
+        """Reference for a span of tokens as a separate sequence, whose positions start at the first."""
         q, k, v = (token[samples, :, span] for token in self.qkv)
         return definition(self.scheme, q, k, v, self.x[: q.shape[-2]], causal=causal)
 
@@ -84,12 +84,12 @@ def _embedded(scheme: Scheme, tokens: Tensor, x: Tensor) -> Tensor:
 
 
 def _behind(group: Group, x: Tensor, rows: int) -> Tensor:
-    """Elements x for tokens that follow `rows` others; tree positions refer to their parents' rows."""
+    """Positions x for tokens that follow `rows` other tokens: tree positions refer to the rows of parents."""
     return group.shift(group.origin(rows), x)[-len(x) :] if rows and group.refers_to_rows else x
 
 
 def _cuts() -> list[int]:
-    """Borders of ten random parts of all tokens."""
+    """Boundaries of ten random parts of all tokens."""
     inner = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(1))[:9].add(1).sort().values.tolist()
     return [0, *inner, LENGTH]
 
@@ -103,7 +103,7 @@ def _packed(trial: Trial) -> tuple[Tensor, Tensor]:
 
 
 def _left(trial: Trial) -> tuple[Tensor, Tensor]:
-    """Padding on the left; on a line at negative positions, where the scheme takes them."""
+    """Padding on the left; on a line at negative positions, if the scheme accepts them."""
     group = trial.scheme.group
     negative = isinstance(group, Line) and trial.scheme.max_length is None
     padding = [sequence(n) - n if negative else group.origin(n) for n in PADDING]
@@ -144,10 +144,10 @@ def _cross(trial: Trial) -> tuple[Tensor, Tensor]:
 
 
 def _decode(trial: Trial) -> tuple[Tensor, Tensor]:
-    """Steps far from the origin. A relative scheme's reference is at positions from 0 on, equal by the shift law."""
+    """Steps far from the origin. By the shift law, the reference of a relative scheme is at positions from 0 on."""
     scheme = trial.scheme
     if not isinstance(scheme.group, Line):
-        raise ValueError("positions: expected those of a line")
+        raise ValueError("positions: expected positions on a line")
     far, steps = trial.x + FAR, LENGTH // 2
     relative = isinstance(scheme.encoding, Encoding) and scheme.embedding is None and not scheme.inside
     relative = relative and not (scheme.bias is not None and scheme.bias.weaker_law)
@@ -177,7 +177,7 @@ SETTINGS = {
     "packed": Setting("sequences packed into one", _packed),
     "left": Setting("padded on the left", _left),
     "right": Setting("padded on the right, bidirectional", _right),
-    "heads": Setting("two query heads a key head", _heads),
+    "heads": Setting("two query heads per key head", _heads),
     "cross": Setting("queries of the last tokens only", _cross),
     "2^31": Setting("steps from position 2^31 (lines)", _decode),
     "graph": Setting("compiled into one graph", _compiled),
@@ -188,9 +188,9 @@ SETTINGS = {
 def measure(
     schemes: Iterable[str] = CATALOG, settings: Iterable[str] = SETTINGS, dtypes: Iterable[str] = DTYPES
 ) -> dict[Key, Error]:
-    """Errors by dtype, scheme, attention and setting; a reason (str) where the scheme refuses the setting.
+    """Errors by dtype, scheme, attention and setting; a reason (str) if the scheme refuses the setting.
 
-    Largest |output - reference| over max(1, largest |reference|), both of the same rounded inputs.
+    An error is the largest |output - reference| divided by max(1, largest |reference|), both of the same rounded inputs.
     """
     errors: dict[Key, Error] = {}
     for dtype, name, attention in itertools.product(dtypes, schemes, ATTENTIONS):
@@ -204,8 +204,8 @@ def measure(
         for setting in settings:
             try:
                 out, expected = SETTINGS[setting].run(trial)
-                worst = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
-                errors[dtype, name, attention, setting] = worst.item()
+                largest = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1)
+                errors[dtype, name, attention, setting] = largest.item()
             except ValueError as error:
                 errors[dtype, name, attention, setting] = f"{error}"
     return errors
@@ -222,48 +222,48 @@ class Table(NamedTuple):
         """The table for a console."""
         titles = [title.replace(" ", "\n") for title in self.head]
         align = "l".ljust(len(titles), "r")
-        look = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
-        return grids.console(titles, self.rows, align, title=self.title, **look)
+        style = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
+        return grids.console(titles, self.rows, align, title=self.title, **style)
 
 
 def tables(errors: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
-    """Tables of worst errors: by setting, by scheme, and by both for each dtype. Appends reasons of refusals to `notes`."""
+    """Tables of largest errors: by setting, by scheme, and by both for each dtype. Reasons of refusals go to `notes`."""
     dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*errors, strict=True))
     pairs = [(attention, dtype) for attention in attentions for dtype in dtypes]
     heads = [f"{attention} {dtype.replace('float', 'f')}" for attention, dtype in pairs]
 
-    def worst(dtype: str, names: Iterable[str], kinds: Iterable[str], ways: Iterable[str]) -> str:
-        keys = itertools.product([dtype], names, kinds, ways)
+    def worst(dtype: str, names: Iterable[str], kinds: Iterable[str], settings: Iterable[str]) -> str:
+        keys = itertools.product([dtype], names, kinds, settings)
         return _figure([error for key in keys if isinstance(error := errors[key], float)])
 
-    def reasons(dtype: str, name: str, way: str) -> set[str]:
-        refused = {a: error for a in attentions if isinstance(error := errors[dtype, name, a, way], str)}
-        alike = len(refused) == len(attentions) and len({*refused.values()}) == 1
-        return {error if alike else f"{attention}: {error}" for attention, error in refused.items()}
+    def reasons(dtype: str, name: str, setting: str) -> set[str]:
+        refused = {a: error for a in attentions if isinstance(error := errors[dtype, name, a, setting], str)}
+        same = len(refused) == len(attentions) and len({*refused.values()}) == 1
+        return {error if same else f"{attention}: {error}" for attention, error in refused.items()}
 
-    def marks(some: Iterable[str]) -> str:
-        notes.extend(reason for reason in sorted(some) if reason not in notes)
-        return "".join(f" [{notes.index(reason) + 1}]" for reason in sorted(some))
+    def marks(reasons: Iterable[str]) -> str:
+        notes.extend(reason for reason in sorted(reasons) if reason not in notes)
+        return "".join(f" [{notes.index(reason) + 1}]" for reason in sorted(reasons))
 
-    rows = [(f"{way}: {SETTINGS[way].what}", *(worst(d, schemes, [a], [way]) for a, d in pairs)) for way in settings]
+    rows = [(f"{key}: {SETTINGS[key].what}", *(worst(d, schemes, [a], [key]) for a, d in pairs)) for key in settings]
     yield Table("Each setting: the worst scheme", ("setting", *heads), rows)
     rows = [(name, *(worst(d, [name], [a], settings) for a, d in pairs)) for name in schemes]
     yield Table("Each scheme: the worst setting", ("scheme", *heads), rows)
     for dtype in dtypes:
         rows = []
         for name in schemes:
-            why = {way: reasons(dtype, name, way) for way in settings}
-            always = set.intersection(*why.values())
-            cells = (worst(dtype, [name], attentions, [way]) + marks(why[way] - always) for way in settings)
+            refusals = {setting: reasons(dtype, name, setting) for setting in settings}
+            always = set.intersection(*refusals.values())
+            cells = (worst(dtype, [name], attentions, [key]) + marks(refusals[key] - always) for key in settings)
             rows.append((name + marks(always), *cells))
-        rows.append(("worst", *(worst(dtype, schemes, attentions, [way]) for way in settings)))
+        rows.append(("worst", *(worst(dtype, schemes, attentions, [setting]) for setting in settings)))
         yield Table(f"{dtype}: each scheme and setting, the worse attention", ("scheme", *settings), rows)
 
 
 def _figure(errors: Sequence[float]) -> str:
-    """The largest error as text, NaN first; "-" where there are none."""
-    worst = max(errors, key=lambda error: (math.isnan(error), error), default=None)
-    return "-" if worst is None else f"{worst:.0e}" if worst else "0"
+    """The largest error as text, NaN first; "-" for no errors."""
+    largest = max(errors, key=lambda error: (math.isnan(error), error), default=None)
+    return "-" if largest is None else f"{largest:.0e}" if largest else "0"
 
 
 def other_libraries() -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""Workloads of other libraries. None are here: the repository's folder `benchmarks` adds them to races of its own."""
+"""Description of other libraries as baselines; the repository's folder `benchmarks` adds them with its races."""
 
 import importlib
 import warnings
@@ -12,27 +12,27 @@ Workload = Callable[..., Any]  # takes queries, keys and, for attention, values 
 
 
 class Peer(NamedTuple):
-    """Another library. A rotary embedding of one has base 10000 and rotates queries and keys alike."""
+    """Another library. Its rotary embedding has base 10000 and rotates queries and keys alike."""
 
-    module: str  # imported by this name
-    package: str  # pip's name
+    module: str  # name for import
+    package: str  # name for pip
     make: Callable[..., Workload]  # takes the module and the arguments of `workload`
     layout: Literal["interleaved", "half"] = "interleaved"  # rotated pairs: features 2i, 2i + 1; or i, i + d/2
-    longest: int = 2**62  # largest position that it reaches in reasonable time
-    note: str = ""
+    longest: int = 2**62  # largest position that can be measured in reasonable time
+    note: str = ""  # appended to the pip command
 
     def load(self) -> Any:
         """Import the module.
 
         Raises:
-            Exception: Whatever importing it raises, where it is not installed or does not fit other packages.
+            Exception: Any exception of the import, if it is not installed or does not fit other packages.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(self.module)
 
     def absence(self) -> str:
-        """Why the library cannot be measured, and what to do; empty where it can be imported."""
+        """The reason why the library cannot be imported, with a remedy; empty if it can."""
         try:
             self.load()
         except ModuleNotFoundError as error:
@@ -44,7 +44,7 @@ class Peer(NamedTuple):
         return ""
 
     def workload(self, x: Tensor, start: int = 0, cast: torch.dtype | None = None) -> Workload:
-        """The workload for features like x ``[t d]`` at positions from `start` on; `cast` casts its module to a dtype."""
+        """The workload for features like x ``[t d]`` at positions from `start` on; with `cast` its module has this dtype."""
         return self.make(self.load(), x, start, cast)
 
 

@@ -25,81 +25,81 @@ from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
 SECTIONS = (*races.RACES, "threads", "load", "growth", "memory", "construction")
-SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch, for large tensors
+SMALL_PAGES, HUGE_PAGES = ({"THP_MEM_ALLOC_ENABLE": choice} for choice in "01")  # PyTorch's switch for large tensors
 ALLOCATORS: dict[str, Mapping[str, str]] = {
     "as-is": SMALL_PAGES,
-    # Most of the time of a large tensor may go into pages fresh from the system: glibc is told to keep what it has.
+    # Getting new pages from the system may take most of the time of a large tensor: here glibc keeps freed memory.
     "reused": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)} | SMALL_PAGES,
     "huge-pages": HUGE_PAGES,
 }
 MEMORY = {"none": at_most(4.5), "rope": None, "permuteformer": None, "retnet": None}
 LENGTHS = (8192, 32768)
 LONG = 1 << 17  # tokens of a long sequence
-NODES = 65536  # of a tree; a section with a limit has at most twice as many as tokens
+NODES = 65536  # of a tree; with a limit, at most twice the largest number of tokens
 COMMAND, MODULE = ("isopos", "bench"), "isopos.lab.bench.processes"  # the command, and the module that child processes run
-MARK = "\x1e"  # precedes results in a child's output: peers print, too
+MARK = "\x1e"  # precedes results in a child's output, where peers may print, too
 
 
 def variants_of(device: str, variant: str) -> Mapping[str, Mapping[str, str]]:
     """Environments by variant: backends on a GPU, allocators on a CPU. Only glibc's allocator can be configured.
 
     Raises:
-        ValueError: Where there is no such variant here.
+        ValueError: If this machine has no such variant.
     """
-    option, known, why = ("backend", gpu.KERNELS, "") if device != "cpu" else ("allocator", ALLOCATORS, "")
+    option, variants, reason = ("backend", gpu.KERNELS, "") if device != "cpu" else ("allocator", ALLOCATORS, "")
     if device == "cpu" and platform.libc_ver()[0] != "glibc":
-        known, why = {"as-is": ALLOCATORS["as-is"]}, ", since only glibc can be told how to keep memory"
-    if variant != "all" and variant not in known:
-        raise ValueError(f"{option}: expected all or {' or '.join(known)} here{why}, got {variant}")
-    return known if variant == "all" else {variant: known[variant]}
+        variants, reason = {"as-is": ALLOCATORS["as-is"]}, ", since only glibc's allocator can be configured"
+    if variant != "all" and variant not in variants:
+        raise ValueError(f"{option}: expected all or {' or '.join(variants)} here{reason}, got {variant}")
+    return variants if variant == "all" else {variant: variants[variant]}
 
 
 def section(
-    name: str, rounds: int, most: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
+    name: str, rounds: int, longest: int = 1 << 62, device: str = "cpu", done: Collection[Sequence[str]] = ()
 ) -> Iterator[Row]:
     """Measure a section in this process.
 
     Args:
-        name: Of the section.
+        name: Name of the section.
         rounds: Largest number of rounds.
-        most: Largest length of sequences, for a quick try.
-        device: Where workloads run.
-        done: Titles of rows that exist; races that have all of theirs are left out.
+        longest: Largest length of sequences, for a quick trial.
+        device: Device of the workloads.
+        done: Titles of existing rows; races whose rows all exist are left out.
     """
-    known, options = {tuple(title) for title in done}, {}
+    existing, options = {tuple(title) for title in done}, {}
     if device != "cpu":
         options = {"device": device, "dtype": torch.bfloat16, "limit": gpu.LIMIT}
     for contest in (races.RACES if device == "cpu" else gpu.RACES).get(name, ()):
-        contest = replace(contest, shape=contest.shape.limited(most))
-        if not known.issuperset(contest.titles()):
+        contest = replace(contest, shape=contest.shape.limited(longest))
+        if not existing.issuperset(contest.titles()):
             yield from races.race(name, contest, rounds, **options)
             if device.startswith("cuda"):
                 torch.cuda.synchronize(device)  # raises after an error from which later races cannot recover
     if device == "cpu":
-        yield from _beside_races(name, rounds, most)
+        yield from _other_rows(name, rounds, longest)
 
 
-def _beside_races(name: str, rounds: int, most: int) -> Iterator[Row]:
+def _other_rows(name: str, rounds: int, longest: int) -> Iterator[Row]:
     """Rows of a CPU section that are no races."""
     if name == "growth":
-        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= most] or [most // 2, most])
+        yield from races.growth(rounds, [length for length in races.LENGTHS if length <= longest] or [longest // 2, longest])
     if name == "threads":
-        yield from races.threads(rounds, most)
+        yield from races.threads(rounds, longest)
     if name == "load":
-        yield from races.under_load(rounds, most)
+        yield from races.under_load(rounds, longest)
     if name == "memory":
-        lengths = dict.fromkeys(min(length, most) for length in LENGTHS)
-        yield from memory(tuple(lengths), min(LONG, most))
+        lengths = dict.fromkeys(min(length, longest) for length in LENGTHS)
+        yield from memory(tuple(lengths), min(LONG, longest))
     if name == "construction":
-        yield from construction(rounds, min(NODES, 2 * most))
+        yield from construction(rounds, min(NODES, 2 * longest))
     if name == "rotary":
-        yield rotation_error(Shape().limited(most))
+        yield rotation_error(Shape().limited(longest))
 
 
 def in_variants(
     name: str, variants: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu", done: Sequence[Row] = ()
 ) -> Iterator[Row]:
-    """Measure a section once per variant, in a process each; yield rows as they come, except for races that are done."""
+    """Measure a section once per variant, each in a process; yield rows as they come, without races that are done."""
     for variant, environment in variants.items():
         titles = [(row.workload, row.baseline) for row in done if (row.section, row.variant) == (name, variant)]
         for content in stream("section", environment, name=name, rounds=rounds, device=device, done=titles):
@@ -120,8 +120,8 @@ def stream(function: str, environment: Mapping[str, str] | None = None, **argume
             process.kill()
             raise
     if process.returncode:
-        why = "killed, perhaps for want of memory" if process.returncode < 0 else "its error is above"
-        raise OSError(f"the process of {function} {json.dumps(arguments)} ended with {process.returncode}: {why}")
+        reason = "killed, perhaps because memory ran out" if process.returncode < 0 else "its error is above"
+        raise OSError(f"the process of {function} {json.dumps(arguments)} ended with {process.returncode}: {reason}")
 
 
 def call(function: str, **arguments: Any) -> Any:
@@ -133,14 +133,14 @@ def call(function: str, **arguments: Any) -> Any:
 def rotation_error(shape: Shape) -> Row:
     """Largest error of rotary queries against float64."""
     rope, x = scheme_of("rope", shape).encoding, torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim)
-    near, exact = (rope(sequence(shape.length), dtype) for dtype in (torch.float32, torch.float64))
-    error = (near(x).double() - exact(x.double())).abs().max() / x.abs().max()
+    float32, float64 = (rope(sequence(shape.length), dtype) for dtype in (torch.float32, torch.float64))
+    error = (float32(x).double() - float64(x.double())).abs().max() / x.abs().max()
     unit = "largest error against float64, of the largest feature"
     return Row("rotary", f"rotation, {shape}", figure=error.item(), unit=unit)
 
 
 def memory(lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) -> Iterator[Row]:
-    """Peak memory: with gradients in units of the bytes of q, and of long sequences without gradients."""
+    """Peak memory: with gradients, in units of the bytes of q; and without gradients, for long sequences."""
     for length, (spec, goal) in itertools.product(lengths, MEMORY.items()):
         if goal is None and length != lengths[0]:  # each process takes seconds to start
             continue
@@ -158,8 +158,8 @@ def peak(spec: str, shape: Shape) -> float:
     scheme = scheme_of(spec, shape)
     sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
     inputs, small = ([torch.randn(size).requires_grad_() for _ in range(3)] for size in (sizes, (*sizes[:2], 256, sizes[3])))
-    warm = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
-    warm.backward(torch.ones_like(warm))  # the first explicit gradient makes PyTorch import some 25 MiB
+    out = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
+    out.backward(torch.ones_like(out))  # warm-up: the first explicit gradient makes PyTorch import about 25 MiB
     at, grad = scheme.at(sequence(shape.length)), torch.ones(sizes)
     before = _high_water()
     linear_attention(*inputs, causal=True, **at).backward(grad)

@@ -1,4 +1,4 @@
-"""Workloads by name, functions of the same inputs; and races: which workloads are compared at which sizes, with goals."""
+"""Workloads by name, and races: pairs of workloads that are compared at one size, with goals."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ from isopos.state import State
 from isopos.stream import Stream
 
 EPSILON = 1e-6
-PACKED = 8  # sequences of a packed row
+PACKED = 8  # sequences per packed row
 
 
 class Shape(NamedTuple):
@@ -53,18 +53,16 @@ class Shape(NamedTuple):
         cache = f", after {self.cache} tokens" if self.cache else ""
         return f"B={self.batch} H={self.heads} {length}d={self.head_dim}{cache}"
 
-    def limited(self, most: int) -> "Shape":
-        """The shape with at most `most` tokens."""
-        return self._replace(length=min(self.length, most), cache=min(self.cache, most))
+    def limited(self, longest: int) -> "Shape":
+        """The shape with at most `longest` tokens."""
+        return self._replace(length=min(self.length, longest), cache=min(self.cache, longest))
 
 
 def workload_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """A workload for one shape: ours, PyTorch's or a peer's; ImportError where the peer is not installed."""
-    return (
-        PEERS[name].workload(torch.empty(shape.length, shape.head_dim, dtype=dtype))
-        if name in PEERS
-        else WORKLOADS[name](shape)
-    )
+    """A workload of isopos, PyTorch or a peer for one shape; ImportError if the peer is not installed."""
+    if name in PEERS:
+        return PEERS[name].workload(torch.empty(shape.length, shape.head_dim, dtype=dtype))
+    return WORKLOADS[name](shape)
 
 
 def scheme_of(spec: str, shape: Shape) -> Scheme:
@@ -131,13 +129,14 @@ def _stacked(shape: Shape):
 
 
 def _stream(shape: Shape, spec: str = ""):
-    """Decoding steps that return a new state; with a scheme whose positions advance, or without."""
+    """Decoding steps that return a new state, with a scheme at advancing positions, or without a scheme."""
     scheme, state, position = scheme_of(spec, shape) if spec else None, State(), 0
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state, position
-        none = {"feature_map": elu1, "state": state}
-        at = none if scheme is None else scheme.at(torch.tensor([[position]]), state=state)
+        at: Any = {"feature_map": elu1, "state": state}
+        if scheme is not None:
+            at = scheme.at(torch.tensor([[position]]), state=state)
         out, state = linear_attention(q, k, v, **at, causal=True, return_state=True)
         position += 1
         return out
@@ -146,10 +145,10 @@ def _stream(shape: Shape, spec: str = ""):
 
 
 def _added(shape: Shape):
-    """Add a tensor of the state's size to another in place: the least that a step must read and write, and one more read."""
+    """Add a tensor of the state's size to another in place: the minimum that a step reads and writes, and one more read."""
     size = shape.batch, shape.heads, shape.head_dim, shape.head_dim + 1
-    state, more = torch.zeros(size), torch.randn(size)
-    return lambda q, k, v: state.add_(more)
+    state, addend = torch.zeros(size), torch.randn(size)
+    return lambda q, k, v: state.add_(addend)
 
 
 def _scaled(shape: Shape):
@@ -174,7 +173,7 @@ def _einsum_step(shape: Shape):
 
 
 def _cached(shape: Shape):
-    """One query's softmax attention to a full cache, whose last token it replaces."""
+    """Softmax attention of one query to a full cache; each step replaces the cache's last token."""
     keys, values = (torch.randn(1, 1, shape.cache, shape.head_dim).repeat(*shape[1:3], 1, 1) for _ in range(2))
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -228,12 +227,12 @@ WORKLOADS |= {f"attention module, {name}": partial(_layer, spec=spec) for name, 
 FORWARD, BOTH, STEP = "forward", "forward + backward", "step"
 INPUTS = {"attention": 3, "rotary": 2, "layer": 1}
 LENGTHS = tuple(2**n for n in range(10, 18))  # of the section growth
-TWICE, ONCE = at_most(2.2), at_most(2.6)
+DOUBLING, STEEPEST = at_most(2.2), at_most(2.6)  # goals of the time ratio when the length doubles
 
 
 @dataclass(frozen=True)
 class Race:
-    """Pairs of workloads at one size, each with the goal of ours against the baseline; `what` names their kind of inputs."""
+    """Pairs of a workload and its baseline at one size, each with a goal; `what` names their kind of inputs."""
 
     what: Literal["attention", "rotary", "layer"]
     passing: Literal["forward", "forward + backward", "step"]
@@ -242,7 +241,7 @@ class Race:
     causal: bool = True  # whether ceilings count the operations of causal attention
 
     def titles(self) -> list[tuple[str, str]]:
-        """Workload and baseline of each row: ours with the pass and the size, and the baseline."""
+        """Titles of each row: the workload with its pass and size, and the baseline."""
         passing = () if self.passing == STEP else (self.passing,)
         return [(", ".join((ours, *passing, str(self.shape))), other) for ours, other in self.pairs]
 
@@ -250,7 +249,7 @@ class Race:
 SDPA = "causal", "softmax (SDPA)"
 WRITTEN = {("causal", FRESH): None}
 DECAY = {("causal, retnet decay", "causal"): at_most(1.1)}
-BESIDES = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
+VARIANTS = {("causal, masked", "causal"): at_most(1.1), ("causal, packed", "causal"): at_most(1.1)}
 PRODUCTS = {
     ("bidirectional, no features", "two products"): at_most(1.05),
     ("bidirectional", "two products, elu + 1, divided"): at_most(1.05),
@@ -263,15 +262,15 @@ def _share(goal: float) -> dict[tuple[str, str], Goal | None]:
 
 ATTENTION = (
     Race("attention", BOTH, Shape(512), _share(0.45)),
-    Race("attention", BOTH, Shape(2048), {SDPA: at_least(5)} | _share(0.6) | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(2048), {SDPA: at_least(5)} | _share(0.6) | DECAY | VARIANTS),
     Race("attention", BOTH, Shape(2048, batch=1, heads=4), _share(0.6)),
     Race("attention", BOTH, Shape(2048, head_dim=32), _share(0.45)),
     Race("attention", BOTH, Shape(2048, head_dim=128), _share(0.65)),
-    Race("attention", BOTH, Shape(8192), _share(0.6) | WRITTEN | DECAY | BESIDES),
+    Race("attention", BOTH, Shape(8192), _share(0.6) | WRITTEN | DECAY | VARIANTS),
     Race("attention", BOTH, Shape(8192, batch=1, heads=1), _share(0.45)),
     Race("attention", FORWARD, Shape(512), _share(0.45)),
-    Race("attention", FORWARD, Shape(2048), _share(0.6) | DECAY | BESIDES),
-    Race("attention", FORWARD, Shape(8192), {SDPA: at_least(12)} | _share(0.6) | WRITTEN | DECAY | BESIDES),
+    Race("attention", FORWARD, Shape(2048), _share(0.6) | DECAY | VARIANTS),
+    Race("attention", FORWARD, Shape(8192), {SDPA: at_least(12)} | _share(0.6) | WRITTEN | DECAY | VARIANTS),
     Race("attention", FORWARD, Shape(8192, batch=1, heads=1), _share(0.45)),
     *(Race("attention", passing, Shape(length), PRODUCTS) for passing in (FORWARD, BOTH) for length in (2048, 8192)),
 )
@@ -298,18 +297,18 @@ DECODE = (
 KINDS: dict[str, Literal["attention", "layer"]] = {"attention function": "attention", "attention module": "layer"}
 
 
-def _beside(kind: str) -> dict[tuple[str, str], Goal | None]:
+def _against_none(kind: str) -> dict[tuple[str, str], Goal | None]:
     none, *others = ((f"{kind}, {name}", goal) for name, (_, goal) in POSITIONS.items())
     return {(name, none[0]): goal for name, goal in others}
 
 
-SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _beside(kind)) for kind, what in KINDS.items())
+SUBLAYER = tuple(Race(what, BOTH, Shape(512, batch=4), _against_none(kind)) for kind, what in KINDS.items())
 RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE, "sublayer": SUBLAYER}
 
 
-WHOLE = "the race"
+ENTIRE_RACE = "the race"  # key of its errors
 LOADED = tuple(Race("attention", BOTH, Shape(length), {("causal", PRODUCT): None}) for length in (2048, 8192))
-IDLE = at_most(2.5)
+LOADED_TIME = at_most(2.5)
 
 
 def race(
@@ -323,18 +322,18 @@ def race(
     """Run a race; yield a row per pair. A row says why there is no ratio: not installed, out of memory, or an error.
 
     Args:
-        section: Of the rows.
+        section: Section of the rows.
         contest: The race.
         rounds: Largest number of rounds.
-        device: Where workloads run.
-        dtype: Of queries, keys and values.
-        limit: Seconds after which no further round starts, once there are three.
+        device: Device of the workloads.
+        dtype: Dtype of queries, keys and values.
+        limit: Seconds after which no further round starts, after three rounds.
     """
     what, passing, shape = contest.what, contest.passing, contest.shape
     names = dict.fromkeys(itertools.chain(*contest.pairs))
-    notes = {name: why for name in names if name in PEERS and (why := PEERS[name].absence())}
+    notes = {name: reason for name in names if name in PEERS and (reason := PEERS[name].absence())}
     workloads, seconds = {}, {}
-    with swept(), _noted(notes, WHOLE), nullcontext() if passing == BOTH else torch.no_grad():
+    with swept(), _noted(notes, ENTIRE_RACE), nullcontext() if passing == BOTH else torch.no_grad():
         torch.cuda.empty_cache()  # memory of the previous race
         with torch.device(device):  # for every tensor created here
             inputs = _inputs(what, shape, passing, dtype, tokens_first=device != "cpu")
@@ -345,7 +344,7 @@ def race(
                         workloads[name] = _one_pass(name, what, shape, passing, inputs, grads)
         for name in [*workloads]:
             with _noted(notes, name):
-                seconds_of(workloads[name], device)  # compiles kernels, and shows whether memory suffices
+                seconds_of(workloads[name], device)  # compiles kernels, and fails if memory does not suffice
             if name in notes:
                 del workloads[name]
                 torch.cuda.empty_cache()
@@ -354,8 +353,8 @@ def race(
     seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH, causal=contest.causal)
     for title, ((ours, other), goal) in zip(contest.titles(), contest.pairs.items(), strict=True):
         times = seconds.get(ours, []), seconds.get(other, [])
-        whys = (notes[name] for name in (WHOLE, ours, *ceilings.measured([other])) if name in notes)
-        yield Row(section, *title, goal, *times, note=next(whys, ""))
+        reasons = (notes[name] for name in (ENTIRE_RACE, ours, *ceilings.measured([other])) if name in notes)
+        yield Row(section, *title, goal, *times, note=next(reasons, ""))
 
 
 @contextmanager
@@ -370,41 +369,37 @@ def _noted(notes: dict[str, str], name: str) -> Iterator[None]:
         notes[name] = f"{name}: {type(error).__name__}: {error}".partition("\n")[0]
 
 
-def threads(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half as many."""
-    shape, before = Shape(2048).limited(most), torch.get_num_threads()
+def threads(rounds: int, longest: int) -> Iterator[Row]:
+    """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half the number."""
+    shape, before = Shape(2048).limited(longest), torch.get_num_threads()
     inputs = _inputs("attention", shape, BOTH)
-    work = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
+    workload = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
     counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
 
-    def by(count: int) -> Callable[[], Any]:
-        def run():
-            torch.set_num_threads(count)
-            work()
-
-        return run
+    def run(count: int) -> None:
+        torch.set_num_threads(count)
+        workload()
 
     try:
-        seconds = rounds_of({str(count): by(count) for count in counts}, rounds)
+        seconds = rounds_of({str(count): partial(run, count) for count in counts}, rounds)
     finally:
         torch.set_num_threads(before)
-    for fewer, count in itertools.pairwise(map(str, counts)):
-        yield Row(
-            "threads", f"causal, {BOTH}, {shape}, {count} threads", f"{fewer} threads", None, seconds[count], seconds[fewer]
-        )
+    for half, count in itertools.pairwise(map(str, counts)):
+        title = f"causal, {BOTH}, {shape}, {count} threads"
+        yield Row("threads", title, f"{half} threads", None, seconds[count], seconds[half])
 
 
-def under_load(rounds: int, most: int) -> Iterator[Row]:
-    """Causal attention while 1 or 2 other processes compute: compared with matrix products then, and with itself before."""
+def under_load(rounds: int, longest: int) -> Iterator[Row]:
+    """Causal attention while 1 or 2 other processes compute: compared with matrix products, and with an idle machine."""
     for contest in LOADED:
-        contest = replace(contest, shape=contest.shape.limited(most))
+        contest = replace(contest, shape=contest.shape.limited(longest))
         idle = list(race("load", contest, rounds))
         for count in (1, 2):
             with busy(count):
                 for row, alone in zip(race("load", contest, rounds), idle, strict=True):
                     workload = f"{row.workload}, {count} busy"
                     yield replace(row, workload=workload)
-                    yield Row("load", workload, "itself, none busy", IDLE, row.ours_seconds, alone.ours_seconds)
+                    yield Row("load", workload, "itself, none busy", LOADED_TIME, row.ours_seconds, alone.ours_seconds)
 
 
 @contextmanager
@@ -429,14 +424,14 @@ def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     seconds, rows = rounds_of(workloads, rounds), []
     for shape, longer in itertools.pairwise(shapes):
         times = seconds[str(longer)], seconds[str(shape)]
-        rows.append(Row("growth", f"causal, rotary, {BOTH}, {longer}", f"L={shape.length}", TWICE, *times))
+        rows.append(Row("growth", f"causal, rotary, {BOTH}, {longer}", f"L={shape.length}", DOUBLING, *times))
     return allow_one_steeper(rows)
 
 
 def allow_one_steeper(rows: list[Row]) -> list[Row]:
-    """Rows of growth, of which the steepest gets a weaker goal: there the data no longer fit into the cache."""
+    """Rows of growth; the steepest gets a weaker goal, because the data no longer fit into the cache there."""
     steepest = max(rows, key=lambda row: row.spread.median)
-    return [replace(row, goal=ONCE) if row is steepest else row for row in rows]
+    return [replace(row, goal=STEEPEST) if row is steepest else row for row in rows]
 
 
 def _inputs(
@@ -446,21 +441,21 @@ def _inputs(
     batch, length, heads, width = shape.batch, shape.length, shape.heads, shape.head_dim
     sizes = (batch, length, heads * width) if what == "layer" else (batch, heads, length, width)
     if tokens_first and what != "layer":
-        made = [torch.randn(batch, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(INPUTS[what])]
+        inputs = [torch.randn(batch, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(INPUTS[what])]
     else:
-        made = [torch.randn(sizes, dtype=dtype) for _ in range(INPUTS[what])]
-    return [x.requires_grad_(passing == BOTH) for x in made]
+        inputs = [torch.randn(sizes, dtype=dtype) for _ in range(INPUTS[what])]
+    return [x.requires_grad_(passing == BOTH) for x in inputs]
 
 
 def _grads(what: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of outputs, where inputs need gradients; one set for all workloads, since it may take gigabytes."""
+    """Gradients of outputs if inputs need gradients; one set for all workloads, since it may take gigabytes."""
     return [torch.randn_like(x) for x in (inputs if what == "rotary" else inputs[:1]) if x.requires_grad]
 
 
 def _one_pass(
     name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor], grads: list[torch.Tensor]
 ) -> Callable[[], Any]:
-    """One pass of a workload; gradients are those of its inputs and parameters."""
+    """One pass of a workload, with gradients of inputs and parameters if needed."""
     if name in ceilings.WORKLOADS:
         return ceilings.WORKLOADS[name](inputs[0].detach())
     call = workload_of(name, shape, inputs[0].dtype)
@@ -469,8 +464,8 @@ def _one_pass(
     module = call.func if isinstance(call, partial) else None
     leaves = [*inputs, *(module.parameters() if isinstance(module, torch.nn.Module) else ())]
 
-    def work():
+    def forward_and_backward():
         out = call(*inputs)
         return torch.autograd.grad(out if isinstance(out, tuple) else (out,), leaves, grads)
 
-    return work
+    return forward_and_backward

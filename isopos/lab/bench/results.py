@@ -50,23 +50,23 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def heading(rounds: int, device: str = "cpu") -> str:
-    """A paragraph above the rows: the machine, and how ratios are taken."""
+    """A paragraph above the rows: the machine, and the definition of ratios."""
     about = machine(device)
-    where = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
+    processor = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    fewer = "" if device == "cpu" else f", for long races as many as start within {LIMIT:g} s, but at least 3"
+    fewer = "" if device == "cpu" else f", or fewer in long races: those that start within {LIMIT:g} s, at least 3"
     return (
-        f"{versions}; {where}, {about['dtype']}. Medians of {rounds} interleaved rounds{fewer}; "
+        f"{versions}; {processor}, {about['dtype']}. Medians of {rounds} interleaved rounds{fewer}; "
         "ratios are taken within rounds. speed: baseline time / ours; time: ours / baseline time. No difference is claimed "
         "where the quartiles of the ratio are on both sides of 1."
     )
 
 
 def target(out: str, *, keep: bool = False) -> Path | None:
-    """The folder to write into; None where `out` is empty.
+    """The folder to write to; None if `out` is empty.
 
     Raises:
-        ValueError: Before any measurement, where files are there that one must `keep`.
+        ValueError: If `keep` is set and the folder has files of a benchmark.
     """
     if not out:
         return None
@@ -75,14 +75,14 @@ def target(out: str, *, keep: bool = False) -> Path | None:
         raise ValueError(f"out: expected a folder, but {folder} is a file")
     for path in (folder / DATA, folder / CHART):
         if path.exists() and keep:
-            remedy = "choose another folder with --out, replace it with --overwrite, or go on with --resume"
+            remedy = "choose another folder with --out, replace it with --overwrite, or continue with --resume"
             raise ValueError(f"out: {path} exists; {remedy}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
-    """The rows of an earlier run in a folder; ValueError where the machine, the threads or the rounds differ."""
+    """The rows of an earlier run in a folder; ValueError if the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
     content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}
@@ -94,7 +94,7 @@ def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """Each row once, the latest where it was measured again; by section, variants of a workload next to each other."""
+    """Each row once, in its latest measurement; sorted by section, with variants of a workload next to each other."""
     variants: dict[tuple[str, str, str, str], dict[str, Row]] = {}
     for row in rows:
         variants.setdefault((row.section, row.workload, row.baseline, row.unit), {})[row.variant] = row
@@ -133,10 +133,10 @@ def chart(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for y, row in enumerate(rows):
-        low, middle, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
-        spread = [[middle - low], [high - middle]]
+        low, median, high = row.spread if not row.cost else (1 / ratio for ratio in reversed(row.spread))
+        spread = [[median - low], [high - median]]
         style = {"color": colors[row.variant], "height": 0.7, "xerr": spread, "error_kw": {"lw": 1, "capsize": 2}}
-        axes.barh(y, middle - 1, left=1, **style)
+        axes.barh(y, median - 1, left=1, **style)
         if row.goal is not None:
             goal = 1 / row.goal.value if row.cost else row.goal.value
             axes.plot([goal, goal], [y - 0.45, y + 0.45], color="black", lw=2)

@@ -18,8 +18,8 @@ def parse_known(kind: type[Options], arguments: Sequence[str]) -> Options:
     return tyro.cli(kind, args=arguments, return_unknown_args=True, add_help=False)[0]
 
 
-def bounded(options: Any, **most: int) -> None:
+def bounded(options: Any, **limits: int) -> None:
     """Raise a ValueError that names the first option above its limit."""
-    for name, limit in most.items():
+    for name, limit in limits.items():
         value = getattr(options, name)
         require(name, value, f"at most {limit:,}", value <= limit)

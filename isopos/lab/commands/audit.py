@@ -17,14 +17,14 @@ __all__ = ["Options", "run"]
 class Options:
     """Measure whether the positions of a model are sound: a model of transformers (extra hf) or a torch module.
 
-    Exits with 0 where they are, with 1 where something is broken, and with 3 where a check fails or none applies.
+    Exit status: 0 if they are sound, 1 if a check finds a fault, 3 if a check fails or none applies.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """A folder with config.json, or MODULE:FUNCTION that makes a model, or a tuple (module, call, example)."""
-    checks: str = ""  # Names of checks, separated by commas; all by default.
+    """A folder with config.json, or MODULE:FUNCTION that returns a model, or a tuple (module, call, example)."""
+    checks: str = ""  # Comma list of checks; by default all.
     whole: bool = False  # Show sound results in the table, too.
-    json: bool = False  # Print JSON in place of a table.
+    json: bool = False  # Print JSON instead of a table.
 
 
 def run(options: Options, console: Console) -> int:
@@ -37,10 +37,10 @@ def run(options: Options, console: Console) -> int:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ValueError('model: this needs transformers: pip install "isopos[hf]"') from None
+        raise ValueError('model: expected transformers, which is not installed: pip install "isopos[hf]"') from None
     except Exception as error:
         if not (where := raised_at(error)) or isinstance(error, OSError):
-            raise  # an answer of ours
+            raise  # our own error message
         print(printable(f"{options.model}: could not be measured: {type(error).__name__}: {error}{where}"))
         return UNMEASURED
     if options.json:

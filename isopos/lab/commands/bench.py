@@ -26,8 +26,8 @@ class Options:
     """Section to measure; "all" leaves out exactness."""
     device: Literal["cpu", "cuda"] = "cpu"  # Device; a GPU has the sections attention, rotary and decode.
     allocator: Literal["all", "as-is", "reused", "huge-pages"] = "all"
-    """Memory allocator on a CPU: glibc's as it is, set to reuse memory, or with huge pages; by default each in turn."""
-    backend: Literal["all", "triton", "pytorch"] = "all"  # Kernels on a GPU; by default each in turn.
+    """Memory allocator on a CPU: glibc's unchanged, set to reuse memory, or with huge pages; by default each of them."""
+    backend: Literal["all", "triton", "pytorch"] = "all"  # Kernels on a GPU; by default each of them.
     state: Literal["", "all", "as-is", "reused", "huge-pages", "triton", "pytorch"] = ""
     """Former name of --allocator and --backend; it goes in the next version."""
     rounds: int = 9  # Interleaved rounds per race; fewer on a GPU where calls take long.
@@ -38,7 +38,7 @@ class Options:
 
 
 def run(options: Options, console: Console) -> int:
-    """Print the rows of a section, or of all but exactness; write them to a folder if one is given."""
+    """Print the rows of a section, or of all except exactness; write them to a folder if `out` is set."""
     from isopos.lab.bench import accuracy, exactness, gpu, processes, results
     from isopos.lab.reports import grids
     from isopos.lab.timing import titles
@@ -56,7 +56,7 @@ def run(options: Options, console: Console) -> int:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     bounded(options, rounds=100_000)
     if options.resume and (options.overwrite or not options.out):
-        raise ValueError("resume: expected a folder to go on with, --out, without --overwrite")
+        raise ValueError("resume: expected --out, the folder to continue, without --overwrite")
     used, unused = ("allocator", "backend") if device == "cpu" else ("backend", "allocator")
     ignored = getattr(options, unused)
     require(unused, ignored, f"all on {options.device}, whose option is --{used}", ignored == "all")

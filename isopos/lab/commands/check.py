@@ -66,16 +66,15 @@ def _subject(options: Options) -> "Encoding | Scheme":
     module = own_module(name, "subject")
     classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)]
     if not hasattr(module, attribute):
-        known = dict.fromkeys(classes or ["nothing"])
-        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, known)}")
-    made = getattr(module, attribute)
+        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, classes or ['nothing'])}")
+    subject = getattr(module, attribute)
     try:
-        made = made() if callable(made) and not isinstance(made, (Encoding, Scheme)) else made
+        subject = subject() if callable(subject) and not isinstance(subject, (Encoding, Scheme)) else subject
     except TypeError as error:
         raise ValueError(
             f"subject: expected {options.subject} to need no arguments, got: {error}; give them defaults"
         ) from None
-    if not isinstance(made, (Encoding, Scheme)):
-        kind = "nothing" if made is None else type(made).__name__
-        raise ValueError(f"subject: expected {options.subject} to make an Encoding or a Scheme, got {kind}")
-    return made
+    if not isinstance(subject, (Encoding, Scheme)):
+        kind = "nothing" if subject is None else type(subject).__name__
+        raise ValueError(f"subject: expected {options.subject} to be an Encoding or a Scheme, or to return one, got {kind}")
+    return subject

@@ -63,7 +63,7 @@ class Options:
         specs = []
         for spec in (map_spec(text, self._chosen) for text in parse_schemes(self.schemes)):
             if spec in specs:
-                raise ValueError(f"schemes: expected different ones, got {spec!r} twice")
+                raise ValueError(f"schemes: expected each scheme once, got {spec!r} twice")
             specs.append(spec)
         return [replace(base, scheme=spec, seed=seed) for seed in range(self.seeds) for spec in specs]
 
@@ -146,13 +146,13 @@ def _finish(folder: Path, console: Console, *, complete: bool) -> None:
 
     before = folders.aside_path(folder)
     if not ranking(folder).rows and folders.restore(folder):
-        grids.say(console, f"no run was finished: {folder} is what it was")
+        grids.say(console, f"no run was finished: {folder} is unchanged")
         return
     report.show(folder, console)
     if complete:
         folders.remove_folder(before)
     elif before.exists():
-        grids.say(console, f"until a comparison is complete, {before} keeps what {folder} was")
+        grids.say(console, f"until a comparison is complete, {before} holds the earlier {folder}")
 
 
 def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
@@ -165,7 +165,7 @@ def _check(options: Options) -> tuple[list[Recipe], Path, list[str]]:
     bounded(options, seeds=10_000)
     for name in ("devices", "nodes"):
         count = getattr(options.training, name)
-        require(name, count, "1, on which runs compare side by side (isopos train takes several)", count == 1)
+        require(name, count, "1, since runs are compared on one device (isopos train takes several)", count == 1)
     device, warnings = usable_device(options.training.device), []
     recipes = [recipe.edit(device=device) for recipe in options.recipes()]
     for recipe in recipes[: len(recipes) // options.seeds]:
@@ -205,7 +205,7 @@ def _spread(source: Recipe, address: str, recipes: list[Recipe], data: Data, fol
         arguments = (source, recipe, data.sha256, path)
         jobs.append(cluster.Job(path.name, _remote, arguments, path / RESULT, recipe.training.steps))
     if not do_jobs(jobs, address, recipes[0].training.device, folder / FILE, console):
-        raise ValueError(f"ray: expected each run to end, but not all of them could; {folder} has those that did")
+        raise ValueError(f"ray: expected each run to end, but some failed; {folder} has the finished runs")
 
 
 def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: float) -> str:
@@ -213,7 +213,7 @@ def _remote(source: Recipe, recipe: Recipe, sha256: str, folder: Path, seconds: 
     from isopos.lab.training.run import train
 
     data = _loaded(pickle.dumps(source))
-    require("data", data.sha256[:12], f"that of sha256 {sha256[:12]}", data.sha256 == sha256)
+    require("data", data.sha256[:12], f"data with sha256 {sha256[:12]}", data.sha256 == sha256)
     with try_lock(folder, seconds) as mine:
         if not mine:
             raise ValueError(f"{folder} is in use by {holder(folder)}")

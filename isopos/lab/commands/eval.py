@@ -50,7 +50,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
 
     views = _views(options, recipe.task)
     for view in views:
-        _extend(options.extend, model, recipe.task, view)  # refuses before any work
+        _extend(options.extend, model, recipe.task, view)  # errors come before any work
     data, other = _data(options, console, folder, recipe)
     trained, last = folder / checkpoints.WEIGHTS, checkpoints.newest(folder)
     done = read_rows(folder / "metrics.jsonl")
@@ -81,7 +81,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     write_json(path, [*earlier, entry | {"figures": figures}])  # before printing, which may fail
     choices = "".join(f", {name} {value}" for name, value in views[0].own)
     choices += f", extended by {options.extend}" if options.extend else ""
-    choices += ", which is not the data of training" * other
+    choices += ", not the data of training" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")
     console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
     reasons = [row[-1] for view, row in zip(views, rows, strict=True) if figures[str(view.multiple)] is None]
@@ -96,13 +96,13 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
     data = recipe.task.load(recipe, console, run=folder)
     if (other := before not in ("", data.sha256)) and not options.other_data:
         raise ValueError(
-            f"data: expected what {folder / 'data.json'} says, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}, "
-            "which changed since; give the run back its data, or score this with --other-data"
+            f"data: expected sha256 {before[:12]}, as in {folder / 'data.json'}, got {data.sha256[:12]} in {data.name}, "
+            "which has changed; restore the data, or score the changed data with --other-data"
         )
     if other:
         now, then = data.infer(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
         for name in recipe.task.inferred:
-            require(f"data: {name}", now[name], f"{then[name]}, as the model of {folder} has it", now[name] == then[name])
+            require(f"data: {name}", now[name], f"{then[name]}, as in the model of {folder}", now[name] == then[name])
     return data, other
 
 
@@ -113,8 +113,8 @@ def _views(options: Options, task: Task) -> list[View]:
     )
     require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
-    own = tuple(_choice(text) for text in options.view)
-    views = [View(options.split, multiple, options.scored, options.limit, own) for multiple in multiples]
+    choices = tuple(_choice(text) for text in options.view)
+    views = [View(options.split, multiple, options.scored, options.limit, choices) for multiple in multiples]
     for view in views:
         require("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
         task.check_view(view)
@@ -129,8 +129,8 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
         return
     name, texts = split_spec(spec, "extend")
     values = {option: _value(option, text) for option, text in texts.items()}
-    every = [module for module in model.modules() if isinstance(module, Scheme)]
-    for scheme in [scheme for scheme in every if not scheme.position_free] or every:
+    schemes = [module for module in model.modules() if isinstance(module, Scheme)]
+    for scheme in [scheme for scheme in schemes if not scheme.position_free] or schemes:
         extent = task.extent(view, scheme.group.columns)
         if extent is None:
             raise ValueError(

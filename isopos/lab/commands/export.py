@@ -23,14 +23,14 @@ def run(options: Options, console: Console) -> int:
     """Write the model and print the folder's path."""
     folder = Path(options.folder)
     if folder.exists():
-        raise ValueError(f"folder: expected a new one, got {folder}, which is there; remove it or name another")
+        raise ValueError(f"folder: expected a new folder, got {folder}, which exists; remove it or choose another")
     from isopos.lab.data.tokenizers import tokenizer_of
     from isopos.lab.runs import checkpoints
     from isopos.models import Decoder
 
     recipe, model = checkpoints.load_run(Path(options.run))
     if not isinstance(model, Decoder):
-        raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}")
+        raise ValueError(f"run: expected a language model, got a model of the task {spec(recipe.task)}")
     try:
         from isopos.integrations.transformers import from_decoder
     except ImportError as error:

@@ -55,7 +55,7 @@ def generate(options: Options) -> Iterator[str]:
     require("prompt", "none", "at least one character", bool(prompt))
     recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
-        raise ValueError(f"run: expected a language model, got one of the task {spec(recipe.task)}, which writes no text")
+        raise ValueError(f"run: expected a language model, got a model of the task {spec(recipe.task)}")
     tokenizer = tokenizer_of(folder)
     size = model.tokens.num_embeddings
     require("run", tokenizer.size, f"a tokenizer of the model's {size} tokens in {folder}", tokenizer.size == size)
@@ -64,7 +64,7 @@ def generate(options: Options) -> Iterator[str]:
     longest = model.scheme.max_length
     if longest is not None and len(text) + tokens > longest:
         raise ValueError(
-            f"tokens: expected at most {longest - len(text)} after this prompt, for which the scheme has positions"
+            f"tokens: expected at most {longest - len(text)} after this prompt, since the scheme has {longest} positions"
         )
     start = torch.from_numpy(text)[None]
     return pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(options.seed))

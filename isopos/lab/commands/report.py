@@ -22,9 +22,9 @@ def run(options: Options, console: Console) -> int:
     """Print the result of a comparison, complete or not."""
     folder = Path(options.folder)
     if not (folder / FILE).is_file():
-        known = sorted(str(path.parent) for path in folder.glob(f"*/{FILE}"))
-        remedy = f"it holds {', '.join(known)}" if known else "isopos compare makes some under runs/"
-        raise ValueError(f"folder: expected that of a comparison, with a {FILE}, got {folder}; {remedy}")
+        comparisons = sorted(str(path.parent) for path in folder.glob(f"*/{FILE}"))
+        remedy = f"it holds {', '.join(comparisons)}" if comparisons else "isopos compare writes some under runs/"
+        raise ValueError(f"folder: expected a comparison, a folder with a {FILE}, got {folder}; {remedy}")
     show(folder, console)
     return 0
 

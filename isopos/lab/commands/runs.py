@@ -23,10 +23,10 @@ def run(options: Options, console: Console) -> int:
     """Print a table of all runs below a folder, latest last."""
     folder = Path(options.folder)
     paths = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
-    runs = [path.parent for path in paths if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # not hidden ones
+    runs = [path.parent for path in paths if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # without hidden ones
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
-    rows = [_cells(one, one.relative_to(folder).as_posix()) for one in runs]
+    rows = [_cells(run, run.relative_to(folder).as_posix()) for run in runs]
     console.print(grids.console(("run", "scheme", "status", "step", "loss (nats)", "score", "when"), rows, "lllrrrl"))
     return 0
 

@@ -11,13 +11,13 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs.cluster import Failed, Job, spread
 
-VISIBLE = 60.0  # seconds until what another machine wrote is seen here, on a network's file system
+VISIBLE_SECONDS = 60.0  # until this machine sees files of other machines on a network file system
 
 
 def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, console: Console) -> bool:
     """Run jobs on the cluster at an address and print their outcomes; return whether all succeeded.
 
-    Each job has as many threads as PyTorch has in this process, so that it computes the same numbers as a run here.
+    Each job has PyTorch's number of threads in this process, so that its results equal those of a run here.
     """
     import torch
 
@@ -35,7 +35,7 @@ def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, consol
                 continue
             if not outcome and not _appears(job.output):
                 failed = True
-                outcome = f"{job.output} is not seen here: machines of a cluster need the folder at the same path"
+                outcome = f"{job.output} does not exist here: machines of a cluster need the folder at the same path"
             grids.say(bars.progress.console, f"{job.name}: {outcome or 'done'}")
             done += job.steps
             show(done)
@@ -43,7 +43,7 @@ def do_jobs(jobs: Sequence[Job], address: str, device: str, shared: Path, consol
 
 
 def _appears(path: Path) -> bool:
-    end = time.monotonic() + VISIBLE
+    end = time.monotonic() + VISIBLE_SECONDS
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
     return path.exists()

@@ -47,7 +47,7 @@ from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
 ROUNDS = 21
-PATIENCE = 10.0  # seconds to wait for the lock of about.json
+LOCK_SECONDS = 10.0  # to wait for the lock of about.json
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Options:
         str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(TABLES)}; or the path of a .toml of your own.")
     ]
     scale: Literal["tiny", "small", "medium", "paper"] = "small"
-    """Size: tiny only shows that it runs; small takes at most 90 seconds per cell on 2 cores; paper is the paper's.
+    """Size: tiny tests that it runs; small takes at most 90 seconds per cell on 2 cores; paper is the paper's.
     Only lrpe-2 and permuteformer-4 have medium, which needs a GPU."""
     seeds: int = 1  # Number of seeds: 0, 1, ...; figures are means with standard deviations.
     rows: str = ""  # Comma list of names or schemes of rows; by default all.
@@ -102,7 +102,7 @@ def run(options: Options, console: Console) -> int:
     cells = [_cell(folder, table, name, recipe) for name, recipe in planned if not table.timed]
     if options.dry_run:
         untimed = [
-            cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _lacking(rows, folder, name)
+            cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _missing_rounds(rows, folder, name)
         ]
         missing = untimed if table.timed else [cell.folder.name for cell in cells if not cell.done]
         count = f"{len(missing)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
@@ -116,7 +116,7 @@ def run(options: Options, console: Console) -> int:
     for cell in cells:  # finished cells must have the same data
         if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             name = sets[cell.corpus].name
-            raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for this one")
+            raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for these data")
     _note(folder, table, options, sets, device)
     status, missing = 0, [cell for cell in cells if not cell.done]
     try:
@@ -128,7 +128,7 @@ def run(options: Options, console: Console) -> int:
         else:
             _train_cells(missing, sets, console)
     except KeyboardInterrupt as stop:
-        console.print("[yellow]interrupted: what is finished stays, and the same command goes on")
+        console.print("[yellow]interrupted: finished cells are kept, and the same command continues")
         status = signals.exit_status(stop)
     grid, notes = paper.write(table, folder)
     console.print(grid)
@@ -153,11 +153,11 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
     rows = [row for row in table.rows if row.scheme]
     if chosen:
         pieces = read("rows", chosen).split(",")
-        wanted = [piece.text for piece in pieces]
+        names = [piece.text for piece in pieces]
         for piece in pieces:
             if not any(piece.text in (row.name, row.scheme) for row in rows):
                 raise piece.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
-        rows = [row for row in rows if row.name in wanted or row.scheme in wanted]
+        rows = [row for row in rows if row.name in names or row.scheme in names]
     else:
         absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
         grids.say(console, *(f"left out: {name}; {missing}" for name, missing in absent.items()))
@@ -166,7 +166,7 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
 
 
 def _sources(table: PaperTable, options: Options) -> dict[str, str]:
-    """The source of each corpus to run: all that are freely available, or those of --data."""
+    """The source of each corpus to run: all freely available corpora, or the corpora in --data."""
     names = [corpus.name for corpus in table.corpora]
     if not names and not options.data:
         return {"": ""}
@@ -180,10 +180,12 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
         else:
             what = f"NAME=PATH with a name of {', '.join(names)}" if names else "none, since this table chooses no data"
             raise ValueError(f"data: expected {what}, got {entry!r}")
-    sources = {one.name: one.source if "data" in table.recipe_at("original", one).names else "" for one in table.corpora}
+    sources = {
+        corpus.name: corpus.source if "data" in table.recipe_at("original", corpus).names else "" for corpus in table.corpora
+    }
     free = {name: source for name, source in sources.items() if source != ASK}
     if options.scale == "tiny":
-        free = {one.name: "" for one in table.corpora if not one.start or one.name in free}
+        free = {corpus.name: "" for corpus in table.corpora if not corpus.start or corpus.name in free}
     chosen = replaced or free
     for corpus in table.corpora:
         if corpus.name in chosen and corpus.start and corpus.start not in chosen:
@@ -228,9 +230,9 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
     path = folder / ABOUT
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if name or not table.timed}
-    with try_lock(path, PATIENCE) as mine:
+    with try_lock(path, LOCK_SECONDS) as mine:
         if not mine:
-            raise ValueError(f"expected {path} to be free within seconds, but {holder(path)} has it; start again")
+            raise ValueError(f"expected {path} to be free within seconds, but {holder(path)} has its lock; start again")
         before = read_about(folder)
         about = {
             "table": options.table,
@@ -243,30 +245,32 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
         write_json(path, about)
 
 
-def _lacking(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
+def _missing_rounds(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
     """Number of missing timing rounds of a corpus, by row."""
     rounds = speed_rounds(folder, corpus)
     return {
-        row.name: count for row in rows if row.on(corpus) and (count := ROUNDS - sum(row.name in one for one in rounds)) > 0
+        row.name: count
+        for row in rows
+        if row.on(corpus) and (count := ROUNDS - sum(row.name in seconds for seconds in rounds)) > 0
     }
 
 
 def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Console) -> None:
-    total, done, held = sum(cell.recipe.training.steps for cell in cells), 0, {}
+    total, done, holders = sum(cell.recipe.training.steps for cell in cells), 0, {}
     with Bars(console, total=total) as bars:
         for n, cell in enumerate(cells):
             signals.raise_pending()
             task, steps = cell.recipe.task, cell.recipe.training.steps
             with try_lock(cell.folder) as mine:
                 if not mine:
-                    held[n] = holder(cell.folder)
+                    holders[n] = holder(cell.folder)
                 elif not cell.done and cell.ready:
                     title = f"{n + 1}/{len(cells)} {cell.folder.name}"
                     _compute(cell, sets[cell.corpus], bars.add(title, steps, task.loss_unit, f"{task.unit}/s", before=done))
             done += steps
-    for n, who in held.items():
+    for n, process in holders.items():
         if not cells[n].done:
-            grids.say(console, f"{cells[n].folder.name} is being computed by {who}")
+            grids.say(console, f"{cells[n].folder.name} is being computed by {process}")
 
 
 def _spread(
@@ -299,7 +303,7 @@ def _spread(
 def _remote(source: bytes, cell: Cell, sha256: str, seconds: float) -> str:
     """Compute a cell in a process of a cluster; return the holder of its lock if another process computes it."""
     data = _loaded(source)[cell.corpus]
-    require(f"data of {cell.corpus}", data.sha256[:12], f"that of sha256 {sha256[:12]}", data.sha256 == sha256)
+    require(f"data of {cell.corpus}", data.sha256[:12], f"data with sha256 {sha256[:12]}", data.sha256 == sha256)
     with try_lock(cell.folder, seconds) as mine:
         if not mine:
             return f"is being computed by {holder(cell.folder)}"
@@ -327,7 +331,7 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
 
 
 def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Figures by column, or why there is none. Data without a test split is scored on validation."""
+    """Figures by column, or the reason for a missing figure. Data without a test split is scored on validation."""
     from isopos.lab.runs.checkpoints import load_run
 
     model, columns = load_run(cell.folder)[1].to(recipe.training.device), {}
@@ -343,18 +347,18 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
 def _time(
     folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[TableRow], console: Console
 ) -> None:
-    """Time rounds of steps or answers of all schemes that lack some, with the baseline, until each has enough."""
+    """Time steps or answers of the baseline and of all schemes with missing rounds, until no rounds are missing."""
     from isopos.lab.training.run import answer_times, step_times
 
     times = answer_times if table.kind == "latency" else step_times
     with try_lock(folder / "timing") as mine:
-        rounds, lacking = speed_rounds(folder, corpus), _lacking(rows, folder, corpus)
-        if not mine or not lacking:
+        rounds, missing = speed_rounds(folder, corpus), _missing_rounds(rows, folder, corpus)
+        if not mine or not missing:
             return
-        missing, timed = max(lacking.values()), {name: table.row(name).on(corpus) for name in (table.baseline, *lacking)}
-        with Bars(console, total=missing) as bars:
-            show = bars.add(f"rounds of all schemes{', ' * bool(corpus)}{corpus}", missing)
-            for n, seconds in enumerate(times(recipe, data, timed, missing), 1):
+        count, timed = max(missing.values()), {name: table.row(name).on(corpus) for name in (table.baseline, *missing)}
+        with Bars(console, total=count) as bars:
+            show = bars.add(f"rounds of all schemes{', ' * bool(corpus)}{corpus}", count)
+            for n, seconds in enumerate(times(recipe, data, timed, count), 1):
                 signals.raise_pending()
                 rounds.append(seconds)
                 write_json(timing(folder, corpus), rounds)

@@ -33,7 +33,7 @@ class Options:
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Continue the run in the folder.
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # Replace the run in the folder.
     change: tyro.conf.OmitArgPrefixes[Recipe] = field(default_factory=Recipe)  # Fields of the recipe.
-    named: tyro.conf.Suppress[str] = recipe  # The recipe that determined these options.
+    named: tyro.conf.Suppress[str] = recipe  # Recipe that determined these options.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def default(arguments: Sequence[str]) -> Options:
     recipe = arguments[1] if len(arguments) > 1 and not arguments[1].startswith("-") else Options.recipe
     scale: Any = chosen if chosen in SCALES else Options.scale
     if chosen and recipe not in RECIPES:
-        raise ValueError(f"scale: expected none beside a task, which has one recipe of its own, got one for {recipe}")
+        raise ValueError(f"scale: expected none for a task, which has one recipe, got one for {recipe}")
     change = preset(recipe, scale)
     change.check_names(Options.__dataclass_fields__)
     return Options(recipe, scale, change=change, named=recipe)

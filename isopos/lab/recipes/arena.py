@@ -1,7 +1,7 @@
 """Recipes of the Long Range Arena (Tay et al. 2020, https://arxiv.org/abs/2011.04006), as two papers train it.
 
 Epochs refer to the published sets: 25,000 reviews, 96,000 expressions, 147,086 pairs, 160,000 pictures and 50,000 images.
-Where a paper gives no value, it is taken from its authors' code or else usual here; docstrings name these values. Small and
+Values that a paper does not give come from its authors' code or are usual ones; docstrings name them. Small and
 tiny recipes use isopos' own data.
 
 PermuteFormer's paper refers to Tay et al. for its sizes. Its code has other sizes, one file per task

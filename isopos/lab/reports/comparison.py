@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """Results of a scheme: of all its runs, of the seeds that are compared, and its difference to the best scheme."""
+    """Results of a scheme: of all its runs, of the compared seeds, and its difference to the best scheme."""
 
     scheme: str
     results: Sequence[Result]
@@ -49,7 +49,7 @@ class Row:
 
 
 def read_comparison(folder: Path) -> dict[str, Any]:
-    """Read comparison.json, also in the format of before tasks existed."""
+    """Read comparison.json, also in the older format of language models."""
 
     def convert(values: dict[str, Any]) -> dict[str, Any]:
         if "text" in values:
@@ -70,7 +70,7 @@ def read_runs(folder: Path) -> list[Run]:
         recipe = read_recipe(run)
         rows, result = read_run(run, recipe)
         if (other := fingerprint(run)) not in ("", sha256):
-            reason = f"sha256: expected that of the data in {folder / FILE}, {sha256[:12]}, got {other[:12]}"
+            reason = f"sha256: expected the hash of the data in {folder / FILE}, {sha256[:12]}, got {other[:12]}"
             damaged(run / "data.json", reason, "put it right, or compare again under another --name")
         runs.append(Run(run, recipe, [row for row in rows if "loss" in row], result))
     return runs
@@ -121,19 +121,19 @@ class Ranking:
     def above_chance(self) -> bool:
         """Whether the best row is above chance by more than sampling noise, corrected for the number of rows."""
         scores = [result.scores[self.task.metrics[0].title] for row in self.rows[:1] for result in row.paired]
-        known = [score for score in scores if score is not None]
-        if self.chance is None or not known:
+        values = [score for score in scores if score is not None]
+        if self.chance is None or not values:
             return True
         share, count = self.chance
         noise = (share * (1 - share) / count) ** 0.5
-        return statistics.mean(known) - share > statistics.NormalDist().inv_cdf(1 - 0.025 / len(self.rows)) * noise
+        return statistics.mean(values) - share > statistics.NormalDist().inv_cdf(1 - 0.025 / len(self.rows)) * noise
 
     @property
     def leads(self) -> bool:
         """Whether the first row is highlighted: it is above chance and, with enough seeds, shown to differ from some row."""
         others = [row.difference for row in self.rows[1:] if row.difference is not None]
-        level = any(other.seeds >= MIN_SEEDS for other in others) and not any(other.excludes_zero for other in others)
-        return self.above_chance and not level
+        tied = any(other.seeds >= MIN_SEEDS for other in others) and not any(other.excludes_zero for other in others)
+        return self.above_chance and not tied
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class Ranking:
         return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *self.numbers, "laws hold")
 
     def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
-        """Cells of a row below the given titles."""
+        """Cells of a row below these titles."""
         main, first = self.task.metrics[0], row.results[0]
         cells = {
             "scheme": row.scheme if len(set(of_layers(row.scheme))) > 1 else _short(row.scheme, first.choices),
@@ -175,24 +175,24 @@ class Ranking:
         texts = dict.fromkeys(f"{metric.note or metric.title}, {metric.better} is better" for metric in self.task.metrics)
         yield (
             f"{'; '.join(texts)}. speed: training, none with the same attention = 1, "
-            f"in interleaved rounds; {unit}/s depends on what else the machine did during the run."
+            f"in interleaved rounds; {unit}/s depends on other processes on the machine during the run."
         )
         seeds = max((row.difference.seeds for row in self.rows if row.difference is not None), default=1)
         if seeds >= MIN_SEEDS:
             yield (
                 f"to best: mean of {seeds} differences paired by seed, and its interval; (in brackets): the interval "
-                f"includes 0, so that no difference is shown. {NOTE}"
+                f"includes 0, so no difference is shown. {NOTE}"
             )
         else:
             count = "one seed" if seeds == 1 else f"{seeds} seeds"
             yield f"to best: {count}, so no interval; --seeds {MIN_SEEDS} gives one."
         if self.rows and not self.leads:
-            yield "first: the best figure, by which no row is shown to be the best."
+            yield "first: the best figure, which does not show that this row is the best."
         if self.chance is not None:
             share, count = self.chance
             level = f"{self.task.metrics[0].text(share)}, the share of the most frequent class"
-            nothing = f"by more than the noise of {count:,} samples: this shows nothing of the schemes"
-            yield f"Chance is {level}." if self.above_chance else f"No row is above chance, {level}, {nothing}."
+            noise = f"by more than the noise of {count:,} samples, so the schemes cannot be compared"
+            yield f"Chance is {level}." if self.above_chance else f"No row is above chance, {level}, {noise}."
         first = [row.results[0] for row in self.rows]
         words = [word for what, word in WORDS.items() if len({result.choices[what] for result in first}) > 1]
         words += ["parameters"] * (len({result.parameters for result in first}) > 1)
@@ -203,8 +203,8 @@ class Ranking:
         """The table for a terminal of this width; the least important columns are left out if it does not fit."""
         titles, hidden = list(self.header), []
         others = [metric.title for metric in self.task.metrics[1:]]
-        least = ("denominator", "features", "parameters", f"{self.task.unit}/s", "attention", "decay", *others, "laws hold")
-        for title in least:
+        optional = ("denominator", "features", "parameters", f"{self.task.unit}/s", "attention", "decay")
+        for title in (*optional, *others, "laws hold"):
             columns = zip(titles, *(self.cells(row, titles) for row in self.rows), strict=True)
             if sum(max(map(len, column)) for column in columns) + 3 * len(titles) + 1 <= width:
                 break
@@ -223,7 +223,7 @@ def _short(spec: str, choices: Mapping[str, str]) -> str:
 
 
 def _difference(difference: Difference | None, style: str) -> str:
-    """The mean with its interval; in brackets if that includes 0."""
+    """The mean with its interval; in brackets if the interval includes 0."""
     if difference is None:
         return "-"
     text = difference.text(f"+{style}")

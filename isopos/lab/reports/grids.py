@@ -26,9 +26,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
         | --- | ---: |
         | rope | 1.5 |
     """
-    written = [[printable(cell).replace("|", r"\|") for cell in row] for row in (header, *rows)]
-    written.insert(1, [RULES[letter] for letter in align.ljust(len(header), "l")])
-    return "\n".join(f"| {' | '.join(row)} |" for row in written)
+    lines = [[printable(cell).replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    lines.insert(1, [RULES[letter] for letter in align.ljust(len(header), "l")])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def console(

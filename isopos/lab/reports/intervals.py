@@ -11,8 +11,8 @@ MIN_SEEDS = 3  # seeds for an interval: with two, Student's t has one degree of 
 PANELS = 200  # of Simpson's rule, whose error is below 1e-6
 NOT_SHOWN = ": no difference shown"
 NOTE = (  # on differences to the best row
-    "The best row is picked from the figures, so that intervals are Student's at 95% for all the other rows at once: 5% are "
-    "divided by their number. A row that is picked leads by too much on average."
+    "The best row is selected by the figures, so intervals are Student's at 95% for all other rows at once: 5% are divided "
+    "by their number. The lead of a selected row is too large on average."
 )
 
 

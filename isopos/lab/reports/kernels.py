@@ -17,12 +17,10 @@ from isopos.poses import Projective
 from isopos.positions import Group, Product, Ring, Tree, depths, grid, sequence
 from isopos.schemes import Scheme
 
-REACH, LONGEST_RING, MAP_REACH, NODES = (
-    64,
-    1024,
-    12,
-    40,
-)  # steps of a line, elements of a ring, steps of a map, nodes of a tree
+REACH = 64  # steps of a line to each side
+LONGEST_RING = 1024  # elements
+MAP_REACH = 12  # steps of a grid to each side
+NODES = 40  # of a tree
 
 
 class Panel(NamedTuple):
@@ -71,12 +69,12 @@ def panels(scheme: Scheme, *, reach: int = REACH, seed: int = 0) -> Iterator[Pan
 def scores(scheme: Scheme, x: Tensor, seed: int = 0) -> Tensor:
     """Scores ``[h t t]`` of one random query and one key per head at all pairs of positions ``[t c]``, in float64.
 
-    The key has a correlation of 0.7 with the query: unrelated ones would show waves only, and equal ones, or a mean over
-    many, would not show the direction of rotations.
+    The key has a correlation of 0.7 with the query: an unrelated key would show waves only, and an equal key, or a mean over
+    many keys, would not show the direction of rotations.
 
-    Linear attention: weights, divided by the root mean square of those at equal positions. Softmax attention: logits minus
-    the logit at equal positions. For content-dependent positions attention is causal, and scores of later keys mirror
-    those of earlier ones.
+    Linear attention: weights, divided by the root mean square of the weights at equal positions. Softmax attention: logits
+    minus the logit at equal positions. For content-dependent phases attention is causal, and scores of later keys mirror
+    scores of earlier keys.
     """
     outside = scheme.outside  # tokens without position come first
     x = torch.cat((scheme.group.origin(outside), x))
@@ -111,16 +109,16 @@ def _mirrored(score: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_zeros(scheme: Scheme) -> bool:
-    """Fill learned tables that start at zero with random numbers, so that they show; return whether there were any."""
-    empty = [parameter for parameter in scheme.parameters() if not parameter.any()]
+    """Fill learned tables that are zero with random numbers, to make them visible; return whether there were any."""
+    zeros = [parameter for parameter in scheme.parameters() if not parameter.any()]
     generator = torch.Generator().manual_seed(0)
-    for parameter in empty:
+    for parameter in zeros:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return bool(empty)
+    return bool(zeros)
 
 
 def paths(position: Tensor) -> list[str]:
-    """Branches from the root to each node of a tree ``[n 2]``, whose rows follow their parents'."""
+    """Branches from the root to each node of a tree ``[n 2]``, whose rows follow the rows of their parents."""
     branches: list[str] = []
     for parent, branch in position.tolist():
         branches.append("" if parent < 0 else branches[parent] + (str(branch) if branch < 10 else f"({branch})"))

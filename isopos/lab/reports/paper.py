@@ -64,7 +64,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
         0.8
     """
     ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
-    if any(len(set(one)) == 1 for one in ranks):
+    if any(len(set(side)) == 1 for side in ranks):
         return float("nan")
     return round(statistics.correlation(*ranks), 12)
 
@@ -76,9 +76,11 @@ def differences(paper: Recipe, ours: Recipe) -> str:
         >>> differences(Recipe().edit(steps=50_000), Recipe())
         'steps 250 (paper: 50,000).'
     """
-    was, now = paper.as_dict(), ours.as_dict()
-    changed = [name for name in now if name not in IGNORED and was[name] != now[name]]
-    texts = [f"{name.replace('_', ' ')} {_value(name, now[name])} (paper: {_value(name, was[name])})" for name in changed]
+    theirs, values = paper.as_dict(), ours.as_dict()
+    changed = [name for name in values if name not in IGNORED and theirs[name] != values[name]]
+    texts = [
+        f"{name.replace('_', ' ')} {_value(name, values[name])} (paper: {_value(name, theirs[name])})" for name in changed
+    ]
     return "; ".join(texts) + "." if texts else "The recipe is the paper's."
 
 
@@ -114,8 +116,10 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
 
 def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str, Any]) -> RowResults:
     if table.timed:
-        rounds = {one.title: [r for r in speed_rounds(folder, one.corpus) if row.name in r] for one in table.columns}
-        ratios = {title: {n: table.ratio(one, row.name) for n, one in enumerate(some)} for title, some in rounds.items()}
+        ratios = {}
+        for column in table.columns:
+            rounds = [seconds for seconds in speed_rounds(folder, column.corpus) if row.name in seconds]
+            ratios[column.title] = {n: table.ratio(seconds, row.name) for n, seconds in enumerate(rounds)}
         return RowResults(row, ratios, {}, {})
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
@@ -126,7 +130,7 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
             if not (cell / SCORES).exists():
                 continue
             scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
-            curve = {one["step"]: one["validation"] for one in metrics if one.get("validation") is not None}
+            curve = {entry["step"]: entry["validation"] for entry in metrics if entry.get("validation") is not None}
             curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
                 scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
@@ -206,7 +210,7 @@ def _distance_table(table: PaperTable, rows: Sequence[RowResults], about: Mappin
         return []
     titles = ["row", *(column.title for column in columns)]
     note = (
-        "Figures minus the reference's of the same seed: means and standard deviations over seeds; bold where Student's 95% "
+        "Figures minus the reference's of the same seed: means and standard deviations over seeds; bold if Student's 95% "
         f"interval, of at least {MIN_SEEDS} seeds, excludes 0."
     )
     return [f"{PAIRED} {reference.name}", "", note, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
@@ -234,21 +238,21 @@ def _differences(row: RowResults, other: RowResults, column: Column) -> list[flo
 
 
 def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, column: Column) -> bool:
-    """Whether a row's mean is the best, or not shown to differ from it. False with fewer than `MIN_SEEDS` seeds.
+    """Whether a row's mean is the best, or its interval to the best includes 0. False with fewer than `MIN_SEEDS` seeds.
 
-    False for all rows if none is shown to differ from the best.
+    False for all rows if all intervals include 0.
     """
-    rank, candidates = table.metric(column).rank, [one for one in rows if len(one.values[column.title]) >= MIN_SEEDS]
+    rank, candidates = table.metric(column).rank, [other for other in rows if len(other.values[column.title]) >= MIN_SEEDS]
     if row not in candidates:
         return False
-    best = min(candidates, key=lambda one: rank(statistics.mean(one.values[column.title].values())))
-    paired = {one.name: _differences(one, best, column) for one in candidates}
-    level = {
+    best = min(candidates, key=lambda other: rank(statistics.mean(other.values[column.title].values())))
+    paired = {other.name: _differences(other, best, column) for other in candidates}
+    tied = {
         name: not Difference.paired(values, max(1, len(candidates) - 1)).excludes_zero
         for name, values in paired.items()
         if len(values) >= MIN_SEEDS
     }
-    return level.get(row.name, False) and not all(level.values())
+    return tied.get(row.name, False) and not all(tied.values())
 
 
 def _finer(metric: Metric) -> Metric:
@@ -260,9 +264,9 @@ def _finer(metric: Metric) -> Metric:
 
 def _mean_curve(row: RowResults, corpus: str, seeds: Sequence[int] | None = None) -> dict[int, float]:
     """Mean validation over seeds by update, at the updates that all seeds have."""
-    kept = [curve for seed, curve in row.curves[corpus].items() if curve and (seeds is None or seed in seeds)]
-    steps = sorted(set.intersection(*(set(curve) for curve in kept))) if kept else []
-    return {step: statistics.mean(curve[step] for curve in kept) for step in steps}
+    curves = [curve for seed, curve in row.curves[corpus].items() if curve and (seeds is None or seed in seeds)]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
 
 
 def _distances(row: RowResults, reference: RowResults, corpus: str) -> dict[int, list[float]]:
@@ -293,10 +297,10 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
-    alike: dict[str, list[str]] = {}
+    by_difference: dict[str, list[str]] = {}
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-        alike.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
-    for text, names in alike.items():
+        by_difference.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
+    for text, names in by_difference.items():
         yield f"Scale{f' of {_joined(names)}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
@@ -336,7 +340,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield f"Missing: {missing}."
     seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
     corpora = [corpus.name for corpus in table.corpora] or [""]
-    seconds += [sum(one.values()) for corpus in corpora for one in speed_rounds(folder, corpus)]
+    seconds += [sum(times.values()) for corpus in corpora for times in speed_rounds(folder, corpus)]
     count = f"{len(seconds)} {'rounds' if table.timed else 'cells'}"
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
@@ -350,9 +354,10 @@ def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
     if TIMED[table.kind].better == "higher":
         return
     for column in table.columns:
-        if taken := [one[table.baseline] for one in speed_rounds(folder, column.corpus) if table.baseline in one]:
-            middle = f"{statistics.median(taken) * 1e3:,.2f} ms"
-            yield f"{column.title}: {table.baseline} takes {middle}, the median of {len(taken)} rounds."
+        rounds = speed_rounds(folder, column.corpus)
+        if seconds := [times[table.baseline] for times in rounds if table.baseline in times]:
+            median = f"{statistics.median(seconds) * 1e3:,.2f} ms"
+            yield f"{column.title}: {table.baseline} takes {median}, the median of {len(seconds)} rounds."
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -371,8 +376,8 @@ def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, An
         return
     for at, column in enumerate(table.columns):
         both = [(row.name, _papers(row.table_row, at), row.values[column.title]) for row in rows]
-        middle = statistics.median if table.timed else statistics.mean  # as the table shows
-        pairs = [(name, paper, middle(ours.values())) for name, paper, ours in both if ours and paper is not None]
+        centre = statistics.median if table.timed else statistics.mean  # as in the table
+        pairs = [(name, paper, centre(ours.values())) for name, paper, ours in both if ours and paper is not None]
         if len(pairs) < FEW:
             continue
         rank = table.metric(column).rank
@@ -392,11 +397,11 @@ def _early_order(table: PaperTable, rows: Sequence[RowResults], about: Mapping[s
         early = next((step for step in steps[:-1] if step * 10 >= steps[-1]), 0)
         if early:
             rank = _main(table, corpus).rank
-            then, now = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
+            before, after = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
             yield (
                 f"{corpus or 'Validation'}: order after {early:,} and after {steps[-1]:,} updates, rank correlation "
-                f"{spearman(then, now):+.2f} over {len(curves)} rows. Best first, then: {_order(curves, then)}; "
-                f"in the end: {_order(curves, now)}."
+                f"{spearman(before, after):+.2f} over {len(curves)} rows. Best first, then: {_order(curves, before)}; "
+                f"in the end: {_order(curves, after)}."
             )
 
 
@@ -411,9 +416,9 @@ def _missing(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, 
         if not row.table_row.scheme:
             yield f"{row.name}, whose scheme is not here"
         for corpus in () if table.timed else about["corpora"]:
-            lacking = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
-            if row.table_row.on(corpus) and lacking:
-                yield f"{row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, lacking))}"
+            missing = [seed for seed in range(about["seeds"]) if seed not in row.curves[corpus]]
+            if row.table_row.on(corpus) and missing:
+                yield f"{row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, missing))}"
         for column in table.columns if table.timed else ():
             if row.table_row.on(column.corpus) and not row.values[column.title]:
                 yield f"{row.name}{f' on {column.corpus}' if column.corpus else ''}"
@@ -429,16 +434,17 @@ def _curves(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
     """
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 8.5), layout="constrained")
     panels = figure.subplots(2, max(1, len(names)), squeeze=False, sharex="col")
-    drawn = [row for row in rows if row.table_row.scheme]
+    with_scheme = [row for row in rows if row.table_row.scheme]
     reference = _reference(table, rows)
     for (above, below), corpus in zip(panels.T, names, strict=False):
         title = _main(table, corpus).title
-        for n, row in enumerate(drawn):
+        for n, row in enumerate(with_scheme):
             if curve := _mean_curve(row, corpus):
                 above.plot(list(curve), list(curve.values()), label=literal(row.name), **line_style(n))
             if distances := _distances(row, reference, corpus):
                 paired = [Difference.paired(values) for values in distances.values()]
-                _plot_band(below, list(distances), [one.mean for one in paired], [one.half for one in paired], n)
+                means, halves = [each.mean for each in paired], [each.half for each in paired]
+                _plot_band(below, list(distances), means, halves, n)
         above.set(ylabel=f"validation, {title}", title=literal(f"{corpus}: {_short(names[corpus])}"))
         below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.name}'s, paired by seed"))
         plain(above)
@@ -459,13 +465,14 @@ def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Map
     """Figures by the choice on the x axis, one panel per corpus: means over seeds, within a standard deviation."""
     figure = Figure(figsize=(6 * max(1, len(names)) + 2, 4.5), layout="constrained")
     for axes, corpus in zip(figure.subplots(1, max(1, len(names)), squeeze=False)[0], names, strict=False):
-        columns = sorted((one for one in table.columns if one.corpus == corpus), key=lambda one: one.view[table.x_axis])
+        columns = [column for column in table.columns if column.corpus == corpus]
+        columns.sort(key=lambda column: column.view[table.x_axis])
         for n, row in enumerate(rows):
-            points = [(one.view[table.x_axis], values) for one in columns if (values := [*row.values[one.title].values()])]
-            if points:
-                x, values = zip(*points, strict=True)
-                spread = [statistics.stdev(of) if len(of) > 1 else 0.0 for of in values]
-                _plot_band(axes, x, [statistics.mean(of) for of in values], spread, n, label=literal(row.name))
+            if points := [column for column in columns if row.values[column.title]]:
+                figures = [[*row.values[column.title].values()] for column in points]
+                spread = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in figures]
+                x = [column.view[table.x_axis] for column in points]
+                _plot_band(axes, x, [*map(statistics.mean, figures)], spread, n, label=literal(row.name))
         axes.set(xlabel=table.x_axis, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
@@ -477,16 +484,16 @@ def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
     figure = Figure(figsize=(8 if len(table.columns) == 1 else 4 * len(table.columns) + 3, 4), layout="constrained")
     panels = figure.subplots(1, len(table.columns), squeeze=False, sharey=True)[0]
     for at, (axes, column) in enumerate(zip(panels, table.columns, strict=True)):
-        drawn = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
-        for shown, (n, row) in enumerate(drawn):
+        measured = [(n, row) for n, row in enumerate(rows) if row.values[column.title]]
+        for index, (n, row) in enumerate(measured):
             low, median, high = Spread.of([*row.values[column.title].values()])
-            axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if shown else "ours")
+            axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if index else "ours")
             if row.table_row.figures:
-                axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=None if shown else "paper")
+                axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=None if index else "paper")
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
         axes.set_yticklabels([literal(row.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))
-        if drawn:
+        if measured:
             axes.legend(frameon=False)
         plain(axes)
     return figure

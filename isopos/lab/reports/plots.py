@@ -22,8 +22,8 @@ from isopos.schemes import Scheme, build, resolve
 from isopos.spec import join_spec, split_spec
 
 SUFFIXES = (".png", ".svg", ".pdf")
-WHAT = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
-WHOLE, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
+SCORE = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
+TOTAL, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
 
 
 def show(
@@ -39,12 +39,12 @@ def show(
     if reach < 1:
         raise ValueError(f"reach: expected at least 1 step, got {reach}")
     path = _target(Path(out or spec.replace(":", "+").replace("/", "-") + ".png"), overwrite)
-    drawn = fill_zeros(built)
+    randomised = fill_zeros(built)
     every_panel = list(panels(built, reach=reach))
     figure = Figure(figsize=(7.5 if len(every_panel) == 1 else 6.2 * len(every_panel), 5.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
         draw(axes, panel, built, alone=len(every_panel) == 1)
-    figure.suptitle("\n".join(_title(spec, built, every_panel, drawn)), fontsize=11)
+    figure.suptitle("\n".join(_title(spec, built, every_panel, randomised)), fontsize=11)
     try:
         with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
             figure.savefig(part, dpi=150, format=path.suffix[1:])
@@ -65,7 +65,7 @@ def _target(path: Path, overwrite: bool) -> Path:
     return path
 
 
-def _title(spec: str, scheme: Scheme, every_panel: list[Panel], drawn: bool) -> list[str]:
+def _title(spec: str, scheme: Scheme, every_panel: list[Panel], randomised: bool) -> list[str]:
     choices = dict(scheme.choices)
     attention = choices.pop("attention")
     sums = [f"features {choices['feature_map']}", f"denominator {choices['denominator']}"]
@@ -74,14 +74,15 @@ def _title(spec: str, scheme: Scheme, every_panel: list[Panel], drawn: bool) -> 
     notes = [
         *(f"repeats after {order:,} positions" for order in orders),
         *(f"period {group.period}" for group in scheme.group.leaves if isinstance(group, Ring)),
-        *(["direction-blind"] if not (scheme.phases or any(panel.directional for panel in every_panel)) else []),
-        *(["causal, later keys mirror earlier ones"] if scheme.phases else []),
-        *(
-            ["no relative kernel: scores depend on the positions themselves"]
-            * (not all(panel.relative for panel in every_panel))
-        ),
-        *(["tables that start at zero drawn at random"] if drawn else []),
     ]
+    if not (scheme.phases or any(panel.directional for panel in every_panel)):
+        notes.append("symmetric in the direction")
+    if scheme.phases:
+        notes.append("causal, later keys mirror earlier ones")
+    if not all(panel.relative for panel in every_panel):
+        notes.append("no relative kernel: scores depend on the positions themselves")
+    if randomised:
+        notes.append("tables that start at zero drawn at random")
     return [spec, ", ".join(words), CATALOG[resolve(split_spec(spec)[0])].citation, *filter(None, ["; ".join(notes)])]
 
 
@@ -114,10 +115,10 @@ def draw_curve(axes: Axes, offset: Tensor, score: Tensor, attention: str) -> Non
         axes.plot(steps, head, color=HEAD, alpha=0.35, linewidth=0.8, label="each head" if n == 0 else None)
     parts = (mean + mean[::-1]) / 2, (mean - mean[::-1]) / 2
     axes.axhline(0, color="#888888", linewidth=0.8, zorder=0)
-    axes.plot(steps, mean, color=WHOLE, linewidth=1.8, label="mean of heads" if len(score) > 1 else "score")
+    axes.plot(steps, mean, color=TOTAL, linewidth=1.8, label="mean of heads" if len(score) > 1 else "score")
     axes.plot(steps, parts[0], "--", color=EVEN, linewidth=1.6, label="its even part")
     axes.plot(steps, parts[1], "-.", color=ODD, linewidth=1.6, label="its odd part")
-    axes.set(xlabel="offset: key - query", ylabel=WHAT[attention])
+    axes.set(xlabel="offset: key - query", ylabel=SCORE[attention])
     axes.margins(x=0)
     axes.legend(fontsize=9, frameon=False, ncols=2)
     plain(axes)
@@ -131,16 +132,16 @@ def draw_heat(axes: Axes, score: Tensor, attention: str, extent: tuple[float, ..
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     figure = axes.get_figure()
     assert figure is not None
-    figure.colorbar(image, ax=axes, label=WHAT[attention], shrink=0.9)
+    figure.colorbar(image, ax=axes, label=SCORE[attention], shrink=0.9)
 
 
 def _colours(score: Tensor) -> dict[str, Any]:
     """Colours that diverge from zero if there are scores of both signs."""
     low, high = score.min().item(), score.max().item()
-    most = max(-low, high)
-    return (
-        {"cmap": "RdBu_r", "vmin": -most, "vmax": most} if low < 0 < high else {"cmap": "viridis", "vmin": low, "vmax": high}
-    )
+    if low < 0 < high:
+        limit = max(-low, high)
+        return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
+    return {"cmap": "viridis", "vmin": low, "vmax": high}
 
 
 def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
@@ -159,10 +160,9 @@ def draw_tree(axes: Axes, panel: Panel, attention: str) -> None:
             axes.text(middle[0], middle[1], str(branches[node]), fontsize=7, color="#444444")
     query = len(parents) // 2
     score = panel.score.mean(0)
-    look = _colours(score)
-    axes.scatter(across, down, c=score[query].numpy(), s=140, zorder=2, **look)
+    axes.scatter(across, down, c=score[query].numpy(), s=140, zorder=2, **_colours(score))
     axes.scatter(across[query], down[query], s=260, facecolors="none", edgecolors=ODD, linewidths=1.8, zorder=3)
-    axes.set_title(f"{WHAT[attention]}, of the node in the ring with each", fontsize=9)
+    axes.set_title(f"{SCORE[attention]}, of the node in the ring with each", fontsize=9)
     axes.set_axis_off()
 
 

@@ -17,7 +17,7 @@ class Bars:
     """Progress bars, or lines, on a console within the context.
 
     Args:
-        console: Where to print.
+        console: The console.
         total: Steps of all runs, to show one bar for all that vanishes at the end; by default each run has a bar.
 
     Examples:
@@ -66,7 +66,7 @@ class Bars:
             rate_text = "" if rate is None else f"{rate:,.0f} {rate_unit}"
             self.progress.update(task, completed=before + step, loss=loss_text, rate=rate_text)
             start = start or (step, time.monotonic())  # a resumed run does not start at 0
-            remaining = _left(start, step, (self.total or steps) - before)
+            remaining = _remaining(start, step, (self.total or steps) - before)
             self._line = ", ".join(filter(None, (f"{title}: {step}/{steps}", loss_text, rate_text, remaining)))
             if step * PARTS // steps > printed:
                 printed = step * PARTS // steps
@@ -76,7 +76,7 @@ class Bars:
         return show
 
 
-def _left(start: tuple[int, float], step: int, steps: int) -> str:
+def _remaining(start: tuple[int, float], step: int, steps: int) -> str:
     """Remaining time at the mean speed since `start`, a step and its time."""
     if step in (start[0], steps):
         return ""

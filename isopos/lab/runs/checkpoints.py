@@ -62,8 +62,8 @@ def newest(run: Path) -> Checkpoint | None:
 
 def best(run: Path) -> Checkpoint | None:
     """The complete checkpoint with the best validation, the first of equals; None if none was validated."""
-    validated = [(one.validation, one) for one in complete(run) if one.validation is not None]
-    signed = [(value if one.better == "lower" else -value, one.step, one) for value, one in validated]
+    validated = [(item.validation, item) for item in complete(run) if item.validation is not None]
+    signed = [(value if item.better == "lower" else -value, item.step, item) for value, item in validated]
     return min(signed)[-1] if signed else None
 
 
@@ -96,16 +96,16 @@ def save(
         flush_folder(folder.parent)
     except (OSError, RuntimeError) as error:  # PyTorch's writer raises RuntimeError
         shutil.rmtree(folder, ignore_errors=True)
-        remedy = f"{last.folder} is whole: make room and go on from it with --resume" if last else "make room"
+        remedy = f"{last.folder} is complete: make room and continue from it with --resume" if last else "make room"
         raise OSError(f"checkpoint: cannot write {folder}: {error}; {remedy}") from None
     _prune(run)
     return folder
 
 
 def _prune(run: Path) -> None:
-    kept = {checkpoint.folder for checkpoint in (*complete(run)[-KEEP:], best(run)) if checkpoint}
+    needed = {checkpoint.folder for checkpoint in (*complete(run)[-KEEP:], best(run)) if checkpoint}
     for folder in (run / "checkpoints").iterdir():
-        if folder not in kept:
+        if folder not in needed:
             (folder / MARK).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is not complete
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -114,7 +114,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the content of a checkpoint onto the CPU.
 
     Raises:
-        ValueError: If it is damaged; the message names it and the one before it.
+        ValueError: If it is damaged; the message names it and the previous one.
     """
     run, path = checkpoint.folder.parent.parent, checkpoint.folder / STATE
     before = [other for other in complete(run) if other.step < checkpoint.step]
@@ -129,7 +129,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Damaged:
         raise
-    except Exception as error:  # whatever PyTorch raises for a damaged file
+    except Exception as error:  # PyTorch may raise anything for a damaged file
         pickled = isinstance(error, UnpicklingError)
         damaged(path, "it holds more than tensors and plain values" if pickled else error, remedy)
     kinds = {"model": dict[str, torch.Tensor], "optimizer": dict, "best": list[float], "step": Literal[checkpoint.step]}
@@ -161,7 +161,7 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     recipe, model = build_model(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
-        raise ValueError(f"run: expected {weights}, which a run has when it ends; go on with it by isopos train --resume")
+        raise ValueError(f"run: expected {weights}, which are written when a run ends; continue it by isopos train --resume")
     read_weights(model, weights)
     return recipe, model.eval()
 
@@ -176,12 +176,12 @@ def warm_start(model: Any, run: Path, reinitialised: tuple[str, ...] = ("head.",
     unmatched = sorted(name for name in {*model.state_dict()} ^ {*weights} if not name.startswith(reinitialised))
     try:
         if unmatched:
-            raise RuntimeError(f"{unmatched[0]} is in one of them only")
+            raise RuntimeError(f"{unmatched[0]} is in one of the two models only")
         model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"start: expected weights of the model's shapes in {run}, got others: {reason}; name another"
+            f"start: expected weights of the model's shapes in {run}, got others: {reason}; choose another run"
         ) from None
 
 
@@ -204,13 +204,13 @@ def save_weights(model: Any, folder: Path) -> None:
     try:
         with replacing(path) as part:
             part.touch()
-            mode = part.stat().st_mode  # that of the run's other files; safetensors sets its own
+            mode = part.stat().st_mode  # the mode of the run's other files, which safetensors changes
             save_model(model, str(part), metadata={"sha256": _digest(model)})
             part.chmod(stat.S_IMODE(mode))
             _sort_metadata(part)
     except (SafetensorError, OSError) as error:
         last = newest(folder)
-        remedy = f"make room and go on from {last.folder} with --resume" if last else "make room"
+        remedy = f"make room and continue from {last.folder} with --resume" if last else "make room"
         raise OSError(f"weights: cannot write {path}: {error}; {remedy}") from None
 
 
@@ -228,7 +228,7 @@ def _sort_metadata(path: Path) -> None:
 
 def read_weights(model: Any, path: Path) -> None:
     """Load a file of weights into a model; ValueError if it is damaged or of another model."""
-    remedy = f"put it right, or remove it and make it again by isopos train --name {path.parent.name} --resume"
+    remedy = f"put it right, or remove it and write it again by isopos train --name {path.parent.name} --resume"
     try:
         check_plain(path)
         with safe_open(str(path), "pt") as file:
@@ -238,7 +238,7 @@ def read_weights(model: Any, path: Path) -> None:
         damaged(path, error, remedy)
     except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
         if ' "scheme.' in str(error):
-            remedy = f"where a default of its scheme has changed since, name the option in recipe.json, or {remedy}"
+            remedy = f"if a default of its scheme has changed, name the option in recipe.json, or {remedy}"
         damaged(path, f"expected the weights of this run's model, got: {error}", remedy)
     if wrong := _not_finite(dict(model.named_parameters())):
         damaged(path, wrong, remedy)

@@ -21,10 +21,10 @@ from typing import Any
 import isopos
 from isopos.lab.runs import signals
 
-ANSWER = 5.0  # seconds to wait for a connection
-LEASE = 120.0  # seconds to wait for the locks of a lost machine
-ENDING = 60.0  # seconds for interrupted jobs to write a checkpoint
-LOSSES = 3  # lost processes of a job before it is given up
+CONNECT_SECONDS = 5.0  # to wait for a connection
+LEASE_SECONDS = 120.0  # to wait for the locks of a lost machine
+STOP_SECONDS = 60.0  # for interrupted jobs to write a checkpoint
+RETRIES = 3  # of a job whose process was lost
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,23 @@ def check_cluster(address: str, device: str, threads: int) -> None:
     if importlib.util.find_spec("ray") is None:
         raise ValueError('ray: expected Ray, which is not installed: pip install "isopos[cluster]"')
     if torch.device(device).index is not None:
-        raise ValueError(f"device: expected cpu or cuda, of which Ray gives each run one, got {device!r}")
+        raise ValueError(f"device: expected cpu or cuda, since Ray assigns each run a GPU, got {device!r}")
     if address != "auto":
         host, colon, port = address.rpartition(":")
         if not (host and colon and port.isdecimal() and "/" not in host):
-            raise ValueError(f"ray: expected HOST:PORT of a cluster, or auto for that of this machine, got {address!r}")
+            raise ValueError(f"ray: expected HOST:PORT of a cluster, or auto for this machine's cluster, got {address!r}")
         try:
-            socket.create_connection((host, int(port)), timeout=ANSWER).close()
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
-            raise ValueError(f"ray: no cluster answers at {address}: {error}; ray start --head begins one") from None
+            raise ValueError(f"ray: no cluster answers at {address}: {error}; ray start --head starts one") from None
     with _connected(address) as ray:
-        for name, least in (("CPU", threads), ("GPU", int(device == "cuda"))):
-            most = max((node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]), default=0)
-            if most < least:
+        for name, required in (("CPU", threads), ("GPU", int(device == "cuda"))):
+            available = max((node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]), default=0)
+            if available < required:
                 remedy = "; set OMP_NUM_THREADS to fewer" if name == "CPU" else ""
-                raise ValueError(f"ray: expected a machine with {least} {name}s for a run, got at most {most:g}{remedy}")
+                raise ValueError(
+                    f"ray: expected a machine with {required} {name}s for a run, got at most {available:g}{remedy}"
+                )
 
 
 def spread(
@@ -89,22 +91,20 @@ def spread(
     checkpoints.
 
     Args:
-        jobs: In the order in which they start.
-        address: As in `check_cluster`.
-        device: As in `check_cluster`.
-        threads: As in `check_cluster`.
+        jobs: Jobs, in the order in which they start.
+        address, device, threads: As in `check_cluster`.
         shared: A file in the working folder; a machine that sees it shares the folder.
     """
     environment = (os.getcwd(), str(shared), isopos.__version__, threads)
     waiting, running, lost = [*jobs], {}, Counter()
     with _connected(address) as ray:
-        begin = ray.remote(num_cpus=threads, num_gpus=int(device == "cuda"), max_retries=0)(_call)
+        start = ray.remote(num_cpus=threads, num_gpus=int(device == "cuda"), max_retries=0)(_call)
         try:
             while True:
                 for job in [job for job in waiting if job.ready()]:
                     waiting.remove(job)
-                    seconds = LEASE if lost[job.name] else 0.0
-                    running[begin.remote(*environment, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
+                    seconds = LEASE_SECONDS if lost[job.name] else 0.0
+                    running[start.remote(*environment, pickle.dumps((job.call, (*job.arguments, seconds))))] = job
                 if not running:
                     return
                 signals.raise_pending()
@@ -116,7 +116,7 @@ def spread(
                         raise error.cause from None
                     except ray.exceptions.RayError as error:
                         lost[job.name] += 1
-                        if retried := lost[job.name] <= LOSSES:
+                        if retried := lost[job.name] <= RETRIES:
                             waiting.append(job)
                         yield job, Failed(f"its process was lost: {_first_line(error)}", retried)
         except KeyboardInterrupt:
@@ -126,7 +126,7 @@ def spread(
             for reference in running:
                 ray.cancel(reference)
             if running:
-                ray.wait([*running], num_returns=len(running), timeout=ENDING)
+                ray.wait([*running], num_returns=len(running), timeout=STOP_SECONDS)
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _connected(address: str) -> Iterator[Any]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except Exception as error:  # Ray has no exception class for a missing cluster
         raise ValueError(
-            f"ray: cannot join the cluster at {address}: {_first_line(error)}; ray start --head begins one"
+            f"ray: cannot join the cluster at {address}: {_first_line(error)}; ray start --head starts one"
         ) from None
     try:
         yield ray

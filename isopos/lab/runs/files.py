@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-MOST = 256 << 20  # largest file in bytes
+MAX_BYTES = 256 << 20  # of a file
 ABANDONED = 3600.0  # seconds after which the part files of killed processes are removed
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "named values", list: "a list"}
 
@@ -31,16 +31,16 @@ def damaged(path: Path | str, reason: object, remedy: str) -> NoReturn:
     raise Damaged(f"{path}: {text if len(text) <= 1000 else text[:1000] + '...'}; {remedy}") from None
 
 
-def check_plain(path: Path, most: int | None = None) -> None:
-    """Raise OSError or ValueError if a path is no regular file, or has more than `most` bytes."""
+def check_plain(path: Path, limit: int | None = None) -> None:
+    """Raise OSError or ValueError if a path is no regular file, or has more than `limit` bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("expected a plain file, got a folder, a pipe or a device")
-    if most is not None and status.st_size > most:
-        raise ValueError(f"expected at most {most} bytes, got {status.st_size}")
+    if limit is not None and status.st_size > limit:
+        raise ValueError(f"expected at most {limit} bytes, got {status.st_size}")
 
 
-def read_text(path: Path, remedy: str, most: int = MOST) -> str:
+def read_text(path: Path, remedy: str, limit: int = MAX_BYTES) -> str:
     """Read a text file.
 
     Raises:
@@ -48,7 +48,7 @@ def read_text(path: Path, remedy: str, most: int = MOST) -> str:
         Damaged: If it cannot be read, is no regular file, too large, or not in UTF-8.
     """
     try:
-        check_plain(path, most)
+        check_plain(path, limit)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -97,28 +97,28 @@ def mismatch(value: Any, kind: Any) -> str:
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return "" if any(not mismatch(value, one) for one in args) else mismatch(value, args[0])
+        return "" if any(not mismatch(value, member) for member in args) else mismatch(value, args[0])
     if origin is Literal:
         return "" if value in args else f"expected one of {', '.join(map(str, args))}, got {_short(value)}"
     if kind in (int, float):
-        right = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        return "" if right else _expected(kind, value)
+        matches = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return "" if matches else _expected(kind, value)
     plain = dict if isinstance(kind, dict) or origin is Mapping else list if origin in (tuple, Sequence) else origin or kind
     if kind is not Any and not isinstance(value, (list, tuple) if plain is list else plain):
         return _expected(plain, value)
     parts: Iterator[tuple[object, Any, Any]] = iter(())
     if isinstance(kind, dict):
-        if lacking := next((name for name in kind if name not in value), ""):
-            return f"{lacking}: expected a value, got none"
-        parts = ((name, value[name], one) for name, one in kind.items())
+        if missing := next((name for name in kind if name not in value), ""):
+            return f"{missing}: expected a value, got none"
+        parts = ((name, value[name], kind) for name, kind in kind.items())
     elif origin is tuple and Ellipsis not in args:
         if len(value) != len(args):
             return f"expected {len(args)} values, got {_short(value)}"
-        parts = ((n, one, of) for n, (one, of) in enumerate(zip(value, args, strict=True)))
+        parts = ((n, item, kind) for n, (item, kind) in enumerate(zip(value, args, strict=True)))
     elif args:
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        parts = ((name, one, args[-1 if plain is dict else 0]) for name, one in items)
-    return next((f"{name}: {wrong}" for name, one, of in parts if (wrong := mismatch(one, of))), "")
+        parts = ((name, item, args[-1 if plain is dict else 0]) for name, item in items)
+    return next((f"{name}: {wrong}" for name, item, kind in parts if (wrong := mismatch(item, kind))), "")
 
 
 def _expected(kind: Any, value: object) -> str:

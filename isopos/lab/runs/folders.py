@@ -1,6 +1,6 @@
 """Run folders: recipe.json, metrics.jsonl, result.json, each written so that a kill at any moment leaves a complete file.
 
-A run with a result.json has ended. Results in the format of before tasks existed can be read as well.
+A run with a result.json has ended. Results of language models in an older format can also be read.
 """
 
 import json
@@ -16,7 +16,7 @@ from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
 RESULT, EXAMPLES = "result.json", "examples.json"
-ROWS = 1 << 30  # largest metrics.jsonl in bytes
+MAX_ROWS_BYTES = 1 << 30  # of metrics.jsonl
 ROW_START = '{"step": '  # first characters of each row
 REMEDY = "put it right, or remove this run and train it again"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # titles of scores in the older format
@@ -43,7 +43,7 @@ def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
         restore(folder)  # after a kill during its replacement
     if folder.exists() and not overwrite:
         raise ValueError(
-            f"name: {folder} exists; go on with it by --resume, replace it by --overwrite, or choose another --name"
+            f"name: {folder} exists; continue it by --resume, replace it by --overwrite, or choose another --name"
         )
     if folder.exists() and not (folder / "recipe.json").exists():
         raise ValueError(f"overwrite: {folder} holds no run; remove it yourself or choose another --name")
@@ -108,7 +108,7 @@ def read_recipe(folder: Path) -> Recipe:
         values = read_json(path, dict[str, Any], REMEDY)
     except OSError:
         runs = sorted(str(path.parent) for path in folder.glob("*/recipe.json"))
-        remedy = f"it holds {', '.join(runs)}" if runs else "isopos runs lists those under runs/"
+        remedy = f"it holds {', '.join(runs)}" if runs else "isopos runs lists the runs under runs/"
         raise ValueError(f"run: expected a folder with a recipe.json, got {folder}; {remedy}") from None
     try:
         recipe = Recipe.from_dict(values)
@@ -130,11 +130,11 @@ def check_same_recipe(folder: Path, recipe: Recipe) -> None:
 def read_run(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result | None]":
     """Read the rows and the result of a run, None if it has not ended; ValueError if a file is damaged."""
     rows, result = read_rows(run / "metrics.jsonl"), Result.read(run)
-    whole = result is not None and result.status == "finished" and not recipe.training.patience
-    if rows and whole and rows[-1]["step"] != recipe.training.steps:
-        reason = f"expected rows up to step {recipe.training.steps}, got them up to step {rows[-1]['step']}"
+    all_steps = result is not None and result.status == "finished" and not recipe.training.patience
+    if rows and all_steps and rows[-1]["step"] != recipe.training.steps:
+        reason = f"expected rows up to step {recipe.training.steps}, got rows up to step {rows[-1]['step']}"
         damaged(run / "metrics.jsonl", reason, "remove it")
-    fingerprint(run)  # raises where data.json is damaged
+    fingerprint(run)  # raises if data.json is damaged
     return rows, result
 
 
@@ -148,10 +148,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     ended = (path.parent / RESULT).exists()  # read before the rows, which a running process writes first
-    marks = [mark.parent.name.removeprefix("step-") for mark in path.parent.glob("checkpoints/step-*/complete.json")]
-    reached = max([int(ended), *(int(step) for step in marks if step.isdecimal())])
+    checkpoints = [mark.parent.name.removeprefix("step-") for mark in path.parent.glob("checkpoints/step-*/complete.json")]
+    reached = max([int(ended), *(int(step) for step in checkpoints if step.isdecimal())])
     remedy = "remove the line, or the file"
-    *lines, last = read_text(path, remedy, ROWS).split("\n")
+    *lines, last = read_text(path, remedy, MAX_ROWS_BYTES).split("\n")
     rows = [parse_json(line, f"{path}, line {n}", dict[str, float | None], remedy) for n, line in enumerate(lines, 1)]
     steps = [0]
     for n, row in enumerate(rows, 1):
@@ -161,9 +161,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if steps[-1] < steps[-2]:
             damaged(f"{path}, line {n}", f"expected a step from {steps[-2]} on, got {steps[-1]}", remedy)
     if last and (ended or not last.startswith(ROW_START[: len(last)])):
-        damaged(f"{path}, line {len(lines) + 1}", "expected a row, got the part of one", remedy)
+        damaged(f"{path}, line {len(lines) + 1}", "expected a row, got a part of one", remedy)
     if steps[-1] < reached:
-        got = f"got them up to step {steps[-1]}" if rows else "got none"
+        got = f"got rows up to step {steps[-1]}" if rows else "got none"
         damaged(path, f"expected rows up to step {reached} at least, {got}", "remove it")
     return rows
 
@@ -215,7 +215,7 @@ class Result:
                 values["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
             return values
 
-        remedy = "remove it, and train --resume makes it again"
+        remedy = "remove it; isopos train --resume writes it again"
         if not (run / RESULT).exists():
             return None
         scores = {metric.title: float | None for metric in read_recipe(run).task.metrics}
@@ -234,6 +234,6 @@ def fingerprint(run: Path) -> str:
             remedy = "remove it, and the data of this run is no longer compared"
             sha256 = read_json(path, kinds, remedy)["sha256"]
             if not sha256:
-                damaged(path, "sha256: expected that of the data, got an empty text", remedy)
+                damaged(path, "sha256: expected the hash of the data, got an empty text", remedy)
             return sha256
     return ""

@@ -46,8 +46,8 @@ def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
         yield False
         return
     try:
-        if not isinstance(lock, SoftFileLock):  # whose file has this content already
-            with contextlib.suppress(OSError):  # full disk; or Windows, which locks the content, too
+        if not isinstance(lock, SoftFileLock):  # SoftFileLock writes the same content itself
+            with contextlib.suppress(OSError):  # full disk; or Windows, which also locks the content
                 file.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
         yield True
     finally:
@@ -57,9 +57,9 @@ def try_lock(path: Path, seconds: float = 0.0) -> Iterator[bool]:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder within the context; ValueError if another process has the lock; the message names it."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            mine = held.enter_context(try_lock(folder))
+            mine = stack.enter_context(try_lock(folder))
         except OSError as error:
             raise ValueError(f"name: cannot write next to {folder}: {error.strerror}") from None
         if not mine:

@@ -12,7 +12,7 @@ from typing import Any
 
 from isopos.lab.runs.folders import Interrupted
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _pending: list[int] = []
 
 
@@ -30,7 +30,7 @@ def _handled(handler: Any) -> Iterator[None]:
     """Handle signals by `handler` within the context, also where the process was started to ignore SIGINT."""
     with restored_handlers():
         if threading.current_thread() is threading.main_thread():
-            for number in ENDING:
+            for number in SIGNALS:
                 signal.signal(number, handler)
         yield
 
@@ -46,14 +46,14 @@ def raising() -> Iterator[None]:
 
 
 def deferred() -> Any:
-    """Return a context in which signals are only remembered, so that an operation is not left half done."""
+    """Return a context in which signals are only remembered, so that an operation is completed."""
     return _handled(_wait)
 
 
 @contextmanager
 def restored_handlers() -> Iterator[None]:
     """Restore the signal handlers on exit: some libraries replace them."""
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

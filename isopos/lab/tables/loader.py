@@ -19,7 +19,7 @@ from isopos.spec import of_layers, split_spec
 
 __getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
-RENAMED = {"along": "x_axis", "begun": "start_scales"}  # keys of tables for version 0.1
+RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys of version 0.1
 FOLDER = Path(__file__).parent
 SCORES, ABOUT = "scores.json", "about.json"
 TIMED = {
@@ -81,7 +81,7 @@ class PaperTable:
     """A table of a paper."""
 
     name: str  # of the file
-    title: str  # what it compares
+    title: str  # subject of the comparison
     citation: str  # paper, table or section
     baseline: str  # the row whose final loss others should reach, and whose speed is 1
     recipe: str  # name of the paper's recipe, changed by `edits`
@@ -117,7 +117,7 @@ class PaperTable:
         Raises:
             ValueError: If it has no such scale, the number is wrong, or the table trains nothing.
         """
-        expect(f"scale of {self.name}", scale, [known for known in (*SCALES, MEDIUM) if known in self.scales])
+        expect(f"scale of {self.name}", scale, [name for name in (*SCALES, MEDIUM) if name in self.scales])
         if not steps:
             return self
         if self.timed:
@@ -142,7 +142,7 @@ class PaperTable:
         return replace(figure, title=column.title, view=view, **changes)
 
     def corpus(self, name: str) -> Corpus | None:
-        """The corpus of a name; None for the empty name, which tables without corpora use."""
+        """The corpus with a name; None for the empty name, which tables without corpora use."""
         return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
 
     @property
@@ -152,15 +152,15 @@ class PaperTable:
 
     def ratio(self, seconds: Mapping[str, float], row: str) -> float:
         """Ratio of a row to the baseline in one round of seconds."""
-        slower = seconds[row] / seconds[self.baseline]
-        return 1 / slower if TIMED[self.kind].better == "higher" else slower
+        time = seconds[row] / seconds[self.baseline]
+        return 1 / time if TIMED[self.kind].better == "higher" else time
 
     def task_of(self, corpus: str) -> Task:
         """The task of a corpus."""
         return self.recipe_at("original", self.corpus(corpus)).task
 
     def row(self, name: str) -> TableRow:
-        """The row of a name."""
+        """The row with a name."""
         return next(row for row in self.rows if row.name == name)
 
 
@@ -186,7 +186,7 @@ class Cell:
 
 
 def load_table(name: str) -> PaperTable:
-    """Load the table of a name, or of a file.
+    """Load a table by its name or from a file.
 
     Raises:
         ValueError: If there is no such file, or an entry is wrong; the message names the file.
@@ -199,9 +199,9 @@ def load_table(name: str) -> PaperTable:
         tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}
         if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
             raise ValueError(wrong)
-        columns = tuple(_build(Column, one) for one in values.pop("columns", ()))
-        rows = tuple(_build(TableRow, one) for one in values.pop("rows", ()))
-        corpora = tuple(_build(Corpus, {"name": key, **one}) for key, one in values.pop("corpora", {}).items())
+        columns = tuple(_build(Column, entry) for entry in values.pop("columns", ()))
+        rows = tuple(_build(TableRow, entry) for entry in values.pop("rows", ()))
+        corpora = tuple(_build(Corpus, {"name": key, **entry}) for key, entry in values.pop("corpora", {}).items())
         table = _build(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)
     except ValueError as error:
@@ -231,7 +231,7 @@ def _check(table: PaperTable) -> None:
     if set(table.scales) - {MEDIUM} != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)} and perhaps {MEDIUM}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (Corpus(""),):
-        known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
+        fields = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
         changes = [table.edits, *table.scales.values()]
         if corpus.start:
             changes = [{"start": ""}, *table.start_scales.values()]
@@ -241,25 +241,25 @@ def _check(table: PaperTable) -> None:
                 raise ValueError(f"start_scales: expected {', '.join(SCALES)}, got {scales}")
         for edits in (*changes, corpus.edits, *corpus.scales.values()):
             for name in edits:
-                expect("field of a recipe", name, known)
+                expect("field of a recipe", name, fields)
         for scale in corpus.scales:
             expect("scale", scale, (*SCALES, MEDIUM))
     for key, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
         if row not in names or not table.row(row).scheme:
             raise ValueError(f"{key}: expected a row with a scheme, got {row!r}")
-    known = [corpus.name for corpus in table.corpora] or [""]
+    corpora = [corpus.name for corpus in table.corpora] or [""]
     for row in table.rows:
         if row.fixed:
             expect(f"{row.name}: fixed", row.fixed, [name for name in names if name != row.name])
         for corpus in row.schemes:
-            expect(f"{row.name}: corpus", corpus, known)
+            expect(f"{row.name}: corpus", corpus, corpora)
         for scheme in (row.scheme, *row.schemes.values()):
-            for one in of_layers(scheme):
-                split_spec(one)
+            for layer in of_layers(scheme):
+                split_spec(layer)
         if len(row.figures) not in (0, len(table.columns)):
             raise ValueError(f"{row.name}: expected {len(table.columns)} figures or none, got {len(row.figures)}")
     for column in table.columns:
-        expect(f"{column.title}: corpus", column.corpus, known)
+        expect(f"{column.title}: corpus", column.corpus, corpora)
         if column.better not in ("", "lower", "higher") or column.multiple < 1 or not 0 <= column.scored < 1:
             raise ValueError(f"{column.title}: expected better lower or higher, a multiple from 1 on and a share scored")
         metric, task = table.metric(column), table.task_of(column.corpus)
@@ -269,7 +269,7 @@ def _check(table: PaperTable) -> None:
         if not 0 < column.after <= 1 or (column.after < 1 and (metric.figure, metric.view) != (main.figure, main.view)):
             raise ValueError(f"{column.title}: expected after from 0 to 1, and below 1 for {main.title}, got {column.after}")
         if table.x_axis and table.x_axis not in column.view:
-            raise ValueError(f"{column.title}: expected a view with {table.x_axis}, by which the picture shows columns")
+            raise ValueError(f"{column.title}: expected a view with {table.x_axis}, the x axis of the picture")
 
 
 def cell_name(corpus: str, scheme: str, seed: int) -> str:

@@ -87,7 +87,7 @@ class MaskedText(Windows):
         from torch.nn import functional as F
 
         tokens, places, targets = batch
-        return F.cross_entropy(model(tokens, places=places).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(model(tokens, indices=places).flatten(0, 1), targets.flatten())
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Scores of disjoint windows; the number of a window is the seed of its mask. A shorter last one is not read."""
@@ -128,7 +128,7 @@ class MaskedText(Windows):
         text, device = self.corpus.split(split), next(model.parameters()).device
         tokens = np.stack([text[n * length : (n + 1) * length] for n in numbers]).astype(np.int64)
         masked, places, targets = (a.to(device) for a in self._masked(tokens, ((n,) for n in numbers)))
-        return model(masked, places=places).flatten(0, 1), targets.flatten(), (masked, places)
+        return model(masked, indices=places).flatten(0, 1), targets.flatten(), (masked, places)
 
     def _masked(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":
         import torch
