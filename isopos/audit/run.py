@@ -16,7 +16,7 @@ from isopos.audit.subject import Skip, Subject
 
 __all__ = ["audit", "audited"]
 
-FILES = ("tables", "calls", "streams", "learning")
+FILES = ("tables", "encoding", "calls", "streams", "learning")
 for _file in FILES:
     importlib.import_module(f"isopos.audit.{_file}")
 
@@ -29,6 +29,7 @@ def audit(
     relative: bool | None = None,
     causal: bool | None = None,
     checks: Iterable[str] | None = None,
+    text: str | Tensor | None = None,
 ) -> Report:
     """Measure whether the positions of a model are sound. On a CPU; the model is not changed; no remote code, no network.
 
@@ -42,6 +43,8 @@ def audit(
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
         checks: Names of checks; all by default.
+        text: For trained weights: tokens ``[b t]`` of text like that of training, or text itself for a folder with a
+            tokenizer, which by default is given a few sentences of English.
 
     Returns:
         A report: ``report.sound``, ``report.findings``, ``report.unmeasured``, ``print(report)``.
@@ -64,17 +67,25 @@ def audit(
     if unknown := [name for name in names if name not in CHECKS]:
         raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
     name, parts = _subjects(model, call, example, relative, causal)
+    if isinstance(model, (str, Path)) and not isinstance(text, Tensor):
+        from isopos.integrations.transformers import audited as theirs
+
+        text = theirs.tokens_of(Path(model), text)
+    if isinstance(text, str):
+        raise ValueError("text: expected tokens [b t] for a model without a folder, got a string; tokenise it first")
+    for _, subject in parts:
+        subject.text = text if subject.text is None else subject.text
     reports = [(part, _report(subject, names)) for part, subject in parts]
     return reports[0][1] if len(reports) == 1 else merged(name, reports)
 
 
-def audited(text: str, checks: Iterable[str] | None = None) -> Report:
+def audited(model: str, checks: Iterable[str] | None = None, text: str | None = None) -> Report:
     """Audit what the command line names: a folder, or MODULE:FUNCTION that makes a model or the arguments of `audit`."""
-    if Path(text).is_dir():
-        return audit(text, checks=checks)
-    name, _, attribute = text.partition(":")
+    if Path(model).is_dir():
+        return audit(model, checks=checks, text=text)
+    name, _, attribute = model.partition(":")
     if not attribute:
-        raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {text!r}")
+        raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {model!r}")
     from isopos.catalog import own_module
 
     module = own_module(name, "model")

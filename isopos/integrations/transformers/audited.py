@@ -13,11 +13,17 @@ from torch import Tensor, nn
 
 from isopos.audit.subject import Rotary, Subject, relative_error
 
-__all__ = ["TransformersSubject", "loaded", "subjects"]
+__all__ = ["TransformersSubject", "loaded", "subjects", "tokens_of"]
 
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TEXT = """The sun was low when the two brothers came down from the hill. The younger one carried a basket of apples, and the older
+one led the horse by its rope. They had walked since the early morning, and neither of them had said a word about the letter
+that lay in the older one's pocket. At the bridge they stopped. The water was high after the rain of the last days, and the
+road on the other side could not be seen. "We can wait here until the morning," said the younger brother, "or we can go back
+to the mill and ask for a bed." The older brother looked at the water for a long time before he gave an answer."""
 
 
 def loaded(folder: Path) -> Any:
@@ -39,6 +45,27 @@ def loaded(folder: Path) -> Any:
         return cls.from_pretrained(folder, local_files_only=True, dtype=config.dtype or torch.float32)
     torch.manual_seed(0)
     return cls._from_config(config)
+
+
+def tokens_of(folder: Path, text: str | None) -> Tensor | None:
+    """Tokens ``[1 t]`` of a text, by the tokenizer of a folder; of a few sentences by default, None without a tokenizer.
+
+    Raises:
+        ValueError: For a text, and a folder without a tokenizer that transformers reads.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        if text is not None:
+            raise ValueError(f"text: expected a folder with a tokenizer ({', '.join(TOKENIZERS)}), got {folder}")
+        return None
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        if text is not None:
+            raise ValueError(f"text: transformers does not read the tokenizer of {folder}: {error}") from None
+        return None
+    return torch.tensor([tokenizer(text or TEXT)["input_ids"][:512]])
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
