@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attended", "held", "watched"]
+__all__ = ["Attended", "equal", "layers", "watched"]
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 FORBIDDEN = -5e3  # logits below are those of a mask
@@ -50,28 +50,33 @@ def watched(module: nn.Module, count: int, changes: Mapping[int, Change] | None 
 
 
 @contextmanager
-def held(module: nn.Module, count: int):
-    """Give every layer of a stack of layers the features of its first token at all `count` tokens.
+def layers(module: nn.Module, count: int, change: Callable[[int, Tensor], Tensor]):
+    """Give every layer of a stack of layers other features: ``change(n, features [1 t d])`` at the n-th call of a layer.
 
-    Yields the list of what the layers would have had ``[1 t d]``. With it, nothing but the layer's own encoding tells
-    positions apart, after layers with states and convolutions, too.
+    Yields the list of the features that the layers would have had. Layers are the items of `nn.ModuleList` and
+    `nn.Sequential` that are called with features of `count` tokens.
     """
     inputs: list[Tensor] = []
 
-    def hold(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         name = "hidden_states" if "hidden_states" in options else None
         x = options[name] if name else args[0] if args else None
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != count or not x.is_floating_point():
             return None
-        inputs.append(x.detach())
-        x = x[:, :1].expand_as(x).contiguous()
+        inputs.append(x.detach().clone())
+        x = change(len(inputs) - 1, x)
         return (args, options | {name: x}) if name else ((x, *args[1:]), options)
 
-    layers = [child for stack in module.modules() if isinstance(stack, nn.ModuleList | nn.Sequential) for child in stack]
+    stacks = [child for child in module.modules() if isinstance(child, nn.ModuleList | nn.Sequential)]
     with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(hold, with_kwargs=True).remove)
+        for layer in (one for many in stacks for one in many):
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield inputs
+
+
+def equal(_: int, x: Tensor) -> Tensor:
+    """The features of the first token at all tokens, so that nothing but a layer's own encoding tells positions apart."""
+    return x[:, :1].expand_as(x).contiguous()
 
 
 class _Watch(TorchFunctionMode):

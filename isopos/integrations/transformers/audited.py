@@ -19,11 +19,12 @@ TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-TEXT = """The sun was low when the two brothers came down from the hill. The younger one carried a basket of apples, and the older
-one led the horse by its rope. They had walked since the early morning, and neither of them had said a word about the letter
-that lay in the older one's pocket. At the bridge they stopped. The water was high after the rain of the last days, and the
-road on the other side could not be seen. "We can wait here until the morning," said the younger brother, "or we can go back
-to the mill and ask for a bed." The older brother looked at the water for a long time before he gave an answer."""
+TEXT = """The sun was low when the two brothers came down from the hill. The younger one carried a basket of apples, and the
+older one led the horse by its rope. They had walked since the early morning, and neither of them had said a word
+about the letter that lay in the older one's pocket. At the bridge they stopped. The water was high after the rain of
+the last days, and the road on the other side could not be seen. "We can wait here until the morning," said the
+younger brother, "or we can go back to the mill and ask for a bed." The older brother looked at the water for a long
+time before he gave an answer."""
 
 
 def loaded(folder: Path) -> Any:
