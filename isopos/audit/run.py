@@ -2,16 +2,19 @@
 
 import copy
 import importlib
+import inspect
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from isopos.audit.checks import CHECKS
-from isopos.audit.report import Report, Unmeasured, merged
+from isopos.audit.report import Finding, Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
 
 __all__ = ["audit", "audited"]
@@ -137,13 +140,36 @@ def _report(subject: Subject, names: Iterable[str]) -> Report:
                 continue
             try:
                 for finding in check.run(subject):
-                    results.append(finding)
+                    results.append(
+                        finding if finding.severity == "sound" else replace(finding, line=_line(subject, finding))
+                    )
             except Skip as skip:
                 unmeasured.append(Unmeasured(check.name, str(skip), failed=False))
             except Exception as error:  # whatever the model's own code does
                 what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 unmeasured.append(Unmeasured(check.name, what, failed=True))
     return Report(subject.name, tuple(results), tuple(unmeasured))
+
+
+def _line(subject: Subject, finding: Finding) -> str:
+    """The lines of configuration and of code that a finding is about."""
+    modules, names = dict(subject.module.named_modules()), re.split(r"[ ,()]+", finding.where)
+    found = next((modules[name] for name in names if name in modules), None)
+    if found is None:
+        return ""
+    declared = any(finding.where.startswith(rotary.name) for rotary in subject.rotary(subject.module))
+    return ", ".join(filter(None, (subject.entry() if declared else "", _source(found))))
+
+
+def _source(module: nn.Module) -> str:
+    """FILE:LINE of a module's forward, from the package on; empty where there is no file."""
+    try:
+        forward = inspect.unwrap(type(module).forward)
+        path, line = Path(inspect.getsourcefile(forward) or ""), inspect.getsourcelines(forward)[1]
+    except (TypeError, OSError):
+        return ""
+    parts = path.parts[len(path.parts) - path.parts[::-1].index("site-packages") :] if "site-packages" in path.parts else ()
+    return f"{'/'.join(parts) or path.name}:{line}"
 
 
 class _quiet:

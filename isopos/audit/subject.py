@@ -114,6 +114,10 @@ class Subject(ABC):
         """Rotary modules in the model or a copy of it."""
         return []
 
+    def entry(self) -> str:
+        """The line of the configuration that declares rotary parameters; empty without one."""
+        return ""
+
     def loaded_again(self) -> nn.Module:
         """The model, written to a folder and read again."""
         raise NotImplementedError
