@@ -22,7 +22,8 @@ __all__ = ["Rotation", "bias_family", "rotation"]
 COUNT = 53  # tokens; a prime, which no size of a model is likely to have
 STRIDES = (1, 16, 256)  # far positions tell slow frequencies apart; further away float32 angles are too coarse
 FITS = 1e-3  # a residual below is that of rounding
-MOVES = 1e-5
+COARSE = 0.05
+MOVES = 1e-5  # of the norm of a vector
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,10 @@ def rotation(trajectories: Sequence[tuple[int, Tensor]]) -> Rotation | None:
         k = torch.arange(rotating // 2)
         for name, first, second in (("half", k, k + len(k)), ("interleaved", 2 * k, 2 * k + 1)):
             fits.append(_fit(trajectories, low + first, low + second, name if len(k) > 1 else ""))
-    best = min(fits, key=lambda fit: fit.residual, default=None)
-    return best if best is not None and best.residual < FITS else None
+    least = min((fit.residual for fit in fits), default=1.0)
+    if least >= FITS:
+        return None
+    return next(fit for fit in fits if fit.residual <= 10 * least + 1e-9)  # features that never move belong to no plane
 
 
 def _fit(trajectories: Sequence[tuple[int, Tensor]], first: Tensor, second: Tensor, layout: str) -> Rotation:
@@ -91,10 +94,14 @@ def _fit(trajectories: Sequence[tuple[int, Tensor]], first: Tensor, second: Tens
     for stride, x in trajectories:
         z = torch.complex(x[..., first], x[..., second])  # [h t f]
         step = (z[:, 1:] * z[:, :-1].conj()).sum(1).angle()
-        w = step if stride == 1 else (step + 2 * math.pi * ((stride * w - step) / (2 * math.pi)).round()) / stride
+        finer = step if stride == 1 else (step + 2 * math.pi * ((stride * w - step) / (2 * math.pi)).round()) / stride
+        angle = stride * torch.arange(z.shape[1])[:, None] * finer[:, None]
+        error = float((z - z[:, :1] * torch.polar(torch.ones_like(angle), angle)).norm() / z.norm().clamp_min(1e-30))
         if stride == 1:
-            turned = z[:, :1] * torch.polar(torch.ones(()).double(), torch.arange(z.shape[1])[:, None] * w[:, None])
-            residual = float((z - turned).norm() / z.norm().clamp_min(1e-30))
+            residual = error
+        elif error > COARSE:
+            break  # further positions are not obeyed, or their angles are too coarse
+        w = finer
     return Rotation(first, second, w, layout, residual)
 
 
@@ -108,9 +115,7 @@ def bias_family(logits: Tensor) -> tuple[str, float]:
     if float(change.abs().max()) <= FITS / 10 * size:
         return "none", float(change.abs().max()) / size
     spread = float(change.abs().max())
-    table = torch.zeros(len(change), 2 * len(logits[0]) + 1).double()
-    at = n + len(logits[0])
-    by_offset = table.index_reduce(1, at, change, "mean", include_self=False)[:, at]
+    by_offset = _means(change, n + len(logits[0]))
     if (error := float((change - by_offset).abs().max()) / spread) > FITS:
         return "a bias that no offset explains", error
     slope = (change * n.abs()).sum(1) / (n * n).sum()
@@ -119,13 +124,21 @@ def bias_family(logits: Tensor) -> tuple[str, float]:
     for buckets in (8, 16, 32, 64):
         for distance in (32, 64, 128, 256):
             bidirectional = bool((n > 0).any())
+            if distance <= buckets // (4 if bidirectional else 2):
+                continue
             bucket = T5(1, buckets=buckets, max_distance=distance, bidirectional=bidirectional).bucket(n)
             if len(bucket.unique()) == len(n.unique()):
                 continue  # every offset has a bucket of its own
-            means = torch.zeros(len(change), buckets).double().index_reduce(1, bucket, change, "mean", include_self=False)
-            if (error := float((change - means[:, bucket]).abs().max()) / spread) < FITS:
+            if (error := float((change - _means(change, bucket)).abs().max()) / spread) < FITS:
                 return f"T5, {buckets} buckets up to distance {distance}", error
     return "a relative bias of another family", 0.0
+
+
+def _means(values: Tensor, group: Tensor) -> Tensor:
+    """The mean of values ``[h n]`` over each group ``[n]``, at each of its members."""
+    count = torch.zeros(int(group.max()) + 1).double().index_add(0, group, torch.ones_like(group).double())
+    total = torch.zeros(len(values), len(count)).double().index_add(1, group, values)
+    return (total / count.clamp_min(1))[:, group]
 
 
 def attended(subject: Subject, stride: int, content: int = 0) -> list[Attended]:
@@ -147,21 +160,20 @@ def _equal(subject: Subject, content: int) -> Tensor:
 
 def rotations(subject: Subject) -> list[tuple[Attended, Rotation | None]]:
     """Every attention of a call, with the rotation of its queries and keys where there is one that fits."""
-    strides = [s for s in STRIDES if s == 1 or ("positions" in subject.abilities and _reaches(subject, s * COUNT))]
-    runs = [attended(subject, stride) for stride in strides]
-    runs = [run for run in runs if len(run) == len(runs[0])]
+    runs = {1: attended(subject, 1)}
+    for stride in STRIDES[1:]:
+        if "positions" in subject.abilities and (subject.limit is None or stride * COUNT <= subject.limit):
+            try:
+                run = attended(subject, stride)
+            except (IndexError, RuntimeError):
+                break  # its tables end before
+            runs |= {stride: run} if len(run) == len(runs[1]) else {}
     found = []
-    for n, one in enumerate(runs[0]):
-        if one.q is None or one.k is None:
-            found.append((one, None))
-            continue
-        both = [torch.cat((run[n].q, run[n].k)) for run in runs]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        found.append((one, rotation(list(zip(strides, both, strict=False)))))
+    for n, one in enumerate(runs[1]):
+        pairs = [(stride, run[n].q, run[n].k) for stride, run in runs.items()]
+        moving = [(stride, torch.cat((q, k))) for stride, q, k in pairs if q is not None and k is not None]
+        found.append((one, rotation(moving) if len(moving) == len(pairs) else None))
     return found
-
-
-def _reaches(subject: Subject, position: int) -> bool:
-    return subject.limit is None or position <= subject.limit
 
 
 def added(subject: Subject) -> str:
@@ -252,6 +264,7 @@ def encoding(subject: Subject) -> Iterator[Finding]:
         groups.setdefault((words, sound), []).append((one.name, residual))
     for (words, sound), members in groups.items():
         names, residual = [name for name, _ in members], max(error for _, error in members)
+        sound = sound and not (wanted and words == "none" and all(turn is None for _, turn in found))
         where = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
         words = embedded if embedded and words == "none" else f"{embedded}, and {words}" if embedded else words
         fit = f" (residual {residual:.0e})"
@@ -263,9 +276,9 @@ def encoding(subject: Subject) -> Iterator[Finding]:
 def _words(one: Attended, turn: Rotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:
     """The family, its residual, and whether it is as declared."""
     if turn is None:
-        moved = one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k))
-        words, residual = ("queries and keys move, by no rotation", 1.0) if moved else bias_family(one.logits)
-        return words, residual, True
+        if one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k)):
+            return "queries and keys move, by no rotation", 1.0, not wanted
+        return *bias_family(one.logits), True
     assert one.q is not None
     layout = f", {turn.layout} layout" if turn.layout else ""
     words = f"rotary, {2 * len(turn.first)} of {one.q.shape[-1]} features{layout}"

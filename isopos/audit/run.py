@@ -95,13 +95,10 @@ def audited(model: str, checks: Iterable[str] | None = None, text: str | None = 
     if not callable(made := getattr(module, attribute, None)):
         raise ValueError(f"model: expected {name} to have a function {attribute}, got {made!r}")
     made = made()
-    if isinstance(made, dict):
-        return audit(**made, checks=checks)
-    return (
-        audit(*made[:3], **dict(zip(("relative", "causal"), made[3:], strict=False)), checks=checks)
-        if isinstance(made, tuple)
-        else audit(made, checks=checks)
-    )
+    if isinstance(made, tuple):
+        made = dict(zip(("model", "call", "example", "relative", "causal"), made, strict=False))
+    given = made if isinstance(made, dict) else {"model": made}
+    return audit(**given | {"checks": checks} | ({} if text is None else {"text": text}))
 
 
 def _subjects(
