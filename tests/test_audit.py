@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import faults
@@ -164,7 +165,9 @@ def test_the_layer_that_leaks_is_named():
     assert report.broken == ("packing",)
     assert report.findings[0].where.startswith("second (SegmentsIgnored, relative difference ")
     curves = dict(report.findings[0].curves)
-    assert [error > 1e-3 for _, error in curves["outputs"]] == 4 * [False] + 8 * [True]
+    errors = [error for _, error in curves["outputs"]]
+    assert max(errors[:4]) < 1e-9
+    assert max(errors[4:7]) > 1e-3 < max(errors[7:])
 
 
 def test_every_layer_that_leaks_is_named_not_only_the_first():
@@ -338,11 +341,20 @@ def test_a_comparison_is_up_to_measured_rounding():
         (2.1e-2, 2, "broken"),
     ):
         found = compared(
-            subject, one + difference, one, "equal", slack=slack, where="x", remedy="r", issue="i", fault=lambda: "y"
+            subject,
+            one + difference,
+            one,
+            "equal",
+            slack=slack,
+            where="x",
+            remedy="r",
+            issue="i",
+            fault=lambda: ("y", (("layer", ()),)),
         )
         measured = f"relative difference {difference:.1e}, rounding 1e-04"
+        assert [name for name, _ in found.curves] == ["outputs", "layer"][: 1 + (severity == "broken")]
         broken = Finding("equal", measured, "broken", "x y", "r", "i")
-        assert found == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
+        assert replace(found, curves=()) == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
     for got, expected in ((one * math.nan, one), (one, one * math.inf)):
         assert compared(subject, got, expected, "equal").measured == "outputs are not finite"
 
@@ -479,7 +491,8 @@ class OtherNames(torch.nn.Module):
 def test_a_module_of_tokens_with_other_names_is_measured_as_well():
     report = audit(OtherNames().train(), example=torch.arange(9).repeat(4)[None], relative=True)
     assert report.sound, report
-    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == WHOLE[faults.Rope]
+    nan = ("padded rows", "NaN in padded places stays there")  # of features alone
+    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == [a for a in WHOLE[faults.Rope] if a != nan]
     halved = {"model": faults.Rope().half(), "example": torch.randn(1, 40, 16), "checks": ["shift", "batch"]}
     assert [a.severity for a in audit(**halved, relative=True).results] == ["sound"] * 4
     rotary = type("RotaryLayer", (faults.KeysUnrotated,), {})

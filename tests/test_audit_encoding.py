@@ -95,26 +95,6 @@ def test_our_own_encodings_are_named(name, words):
     assert str(report).splitlines()[1].startswith("  encoding: ")
 
 
-class Model(torch.nn.Module):
-    """Tokens, perhaps with positions that are added, through one layer."""
-
-    def __init__(self, layer=None, table=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.head = torch.nn.Embedding(12, 16), torch.nn.Linear(16, 12)
-        self.added = None if table is None else torch.nn.Embedding.from_pretrained(table, freeze=False)
-        self.layers = torch.nn.ModuleList([layer or faults.Rope()])
-
-    def forward(self, tokens, positions=None, mask=None):
-        positions = torch.arange(tokens.shape[1])[None] if positions is None else positions
-        x = self.table(tokens)
-        if self.added is not None:
-            x, positions = x + self.added(positions), 0 * positions.expand(len(x), -1)
-        for layer in self.layers:
-            x = layer(x, positions, mask)
-        return self.head(x)
-
-
 def test_heads_with_frequencies_of_their_own_are_named():
     layer = faults.Learned()
     layer.frequency.data[1] *= 0.5
@@ -128,36 +108,25 @@ def test_what_is_added_is_named():
         (torch.cat((angle.sin(), angle.cos()), 1).float(), "absolute, sinusoidal (added)"),
         (torch.randn(64, 16), "absolute, learned (added)"),
     ):
-        report = audit(Model(table=table), example=torch.arange(12)[None], relative=False, checks=["encoding"])
+        report = audit(faults.Tokens(table=table), example=torch.arange(12)[None], relative=False, checks=["encoding"])
         assert report.encodings[0].startswith(words), report
         assert report.encodings[0].endswith(" at layers.0")
 
 
 def test_trained_weights_of_the_other_layout_are_found():
-    def text(rows):  # the token 3 steps back comes next
-        return torch.randint(12, (rows, 4)).repeat(1, 6)
-
-    model = Model()
-    adam = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(100):
-        x = text(8)
-        loss = F.cross_entropy(model(x)[:, 4:-1].flatten(0, 1), x[:, 5:].flatten())
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    assert loss.item() < 1
-    settings = {"example": torch.arange(12)[None], "relative": True, "checks": ["layout"]}
-    report = audit(model, **settings, text=text(32))
+    settings = {"relative": True, "checks": ["layout"]}
+    made = faults.trained()
+    report = audit(**made, **settings)
     assert report.sound, report
-    with torch.no_grad():
-        rows = model.layers[0].qkv[:2].unflatten(-1, (2, 2, 4)).transpose(-2, -1)  # as if for interleaved pairs
-        model.layers[0].qkv[:2] = rows.flatten(-3)
-    report = audit(model, **settings, text=text(32))
+    faults.interleave(made["model"])
+    report = audit(**made, **settings)
     assert report.broken == ("layout",)
     assert "nats a token as it is" in report.findings[0].measured
     assert "of interleaved layout" in report.findings[0].remedy
-    assert "better than chance" in audit(Model(), **settings, text=text(32)).unmeasured[0].reason
-    assert "none was given" in audit(model, **settings).unmeasured[0].reason
+    untrained = made | {"model": faults.Tokens()}
+    assert "better than chance" in audit(**untrained, **settings).unmeasured[0].reason
+    del made["text"]
+    assert "none was given" in audit(**made, **settings).unmeasured[0].reason
 
 
 def test_every_way_to_compute_attention_is_seen_alike():

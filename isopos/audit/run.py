@@ -151,9 +151,8 @@ def _report(subject: Subject, names: Iterable[str]) -> Report:
 def _line(subject: Subject, finding: Finding) -> str:
     """The lines of configuration and of code that a finding is about."""
     modules, names = dict(subject.module.named_modules()), re.split(r"[ ,()]+", finding.where)
-    found = next((modules[name] for name in names if name in modules), None)
-    if found is None:
-        return ""
+    names += [name.rpartition(".")[0] for name in names]  # modules of parameters
+    found = next((modules[name] for name in names if name in modules), subject.module)
     declared = any(finding.where.startswith(rotary.name) for rotary in subject.rotary(subject.module))
     return ", ".join(filter(None, (subject.entry() if declared else "", _source(found))))
 
