@@ -94,7 +94,7 @@ def test_weights_of_a_folder_are_read(tmp_path):
 @pytest.mark.oracles
 @pytest.mark.parametrize("fault", faults.MODELS, ids=lambda fault: fault.name)
 def test_the_fault_of_a_model_is_named(fault):
-    report = audit(fault.make())
+    report = faults.audited(fault)
     hits = [a for a in report.findings if a.check == fault.check and a.severity == "broken"]
     assert any(fault.words in a.measured for a in hits), report
 
@@ -102,7 +102,7 @@ def test_the_fault_of_a_model_is_named(fault):
 @pytest.mark.oracles
 @pytest.mark.parametrize("fault", faults.HELD, ids=lambda fault: fault.name)
 def test_a_fault_that_was_held_back_is_named_unless_it_is_known_to_be_missed(fault):
-    assert (fault.check in audit(fault.make()).broken) == bool(fault.check)
+    assert (fault.check in faults.audited(fault).broken) == bool(fault.check)
 
 
 @pytest.mark.oracles
