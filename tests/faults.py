@@ -189,6 +189,52 @@ class Transposed(Encoder):
         return self.rotated(k, -angle)
 
 
+class Tokens(nn.Module):
+    """Tokens, perhaps with positions that are added, through one layer."""
+
+    def __init__(self, layer=None, table=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(12, 16), nn.Linear(16, 12)
+        self.added = None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
+        self.layers = nn.ModuleList([layer or Rope()])
+
+    def forward(self, tokens, positions=None, mask=None):
+        positions = torch.arange(tokens.shape[1])[None] if positions is None else positions
+        x = self.table(tokens)
+        if self.added is not None:
+            x, positions = x + self.added(positions), 0 * positions.expand(len(x), -1)
+        for layer in self.layers:
+            x = layer(x, positions, mask)
+        return self.head(x)
+
+
+def trained():
+    """The arguments of an audit of a model that has learned that the token 3 steps back comes next."""
+    model = Tokens()
+    adam = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(150):
+        x = torch.randint(12, (8, 4)).repeat(1, 6)
+        loss = nn.functional.cross_entropy(model(x)[:, 4:-1].flatten(0, 1), x[:, 5:].flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return {"model": model, "example": torch.arange(12)[None], "text": torch.randint(12, (32, 4)).repeat(1, 6)}
+
+
+@torch.no_grad()
+def interleave(model):
+    """Store queries and keys as code for interleaved pairs would, in code for halves."""
+    rows = model.layers[0].qkv[:2].unflatten(-1, (2, 2, 4)).transpose(-2, -1)
+    model.layers[0].qkv[:2] = rows.flatten(-3)
+
+
+def interleaved_weights():
+    made = trained()
+    interleave(made["model"])
+    return made
+
+
 def layer(cls):
     """The arguments of an audit of a layer."""
     return {"model": cls(), "example": torch.randn(1, 12, cls.heads * cls.size), "relative": True}
@@ -228,6 +274,14 @@ LAYERS = [
     Fault("no positions in an encoder", "", "order", lambda: layer(NoPositions)),
     Fault("scores are even in the offset", "OpenNLPLab/Lrpe", "direction", lambda: layer(DirectionBlind)),
 ]
+
+
+def audited(fault):
+    """The report of an audit of a fault."""
+    from isopos.audit import audit
+
+    made = fault.make()
+    return audit(**made) if isinstance(made, dict) else audit(made)
 
 
 SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -512,17 +566,7 @@ def without_ids():
     return subclassed(made, forward=forward)
 
 
-def interleaved_weights():
-    """Weights of queries and keys for interleaved pairs, in code for halves."""
-    made = model("llama")
-    for block in made.model.layers:
-        for projection in (block.self_attn.q_proj, block.self_attn.k_proj):
-            rows = projection.weight.data.unflatten(0, (-1, 4, 2))
-            projection.weight.data.copy_(rows.transpose(1, 2).flatten(0, 2))
-    return made
-
-
-HELD = [
+MODELS += [
     Fault(
         "partial share: exponents go by the head size",
         "pie-project/pie#603",
@@ -565,14 +609,152 @@ HELD = [
     ),
     Fault("positions are not passed on", "NousResearch/torchtitan#27", "positions", without_ids),
     Fault("a cache counts positions once for a batch", "rasbt/reasoning-from-scratch#33", "generation", counted_once),
-    Fault("interleaved weights in code for halves", "huggingface/nanotron#427", "", interleaved_weights),
+    Fault("interleaved weights in code for halves", "huggingface/nanotron#427", "layout", interleaved_weights),
 ]
-"""Faults of other issues than those that the checks were written with; one without a check is missed."""
+"""Those of a first round, held back while most checks were written."""
 
 
 def setattr_of(made, factor):
     rotary(made).attention_scaling = factor
     return made
+
+
+class CachedByLength(Rope):
+    """The table of a length is kept, whatever the offset of its first position."""
+
+    def angles(self, positions, x, mask):
+        kept = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(positions.shape[-1], super().angles(positions[:1], x, mask)).expand(len(x), -1, -1, -1)
+
+
+class LastPositionForAll(Rope):
+    def angles(self, positions, x, mask):
+        return super().angles(positions.amax(-1, keepdim=True).expand_as(positions), x, mask)
+
+
+class OverHeads(Rope):
+    """Angles go by the head, not by the token."""
+
+    def angles(self, positions, x, mask):
+        angle = torch.arange(self.heads)[:, None] * self.frequency.double()  # [h f]
+        return angle[None, :, None].expand(len(x), -1, x.shape[1], -1)
+
+
+class Wrapped(Rope):
+    """Positions start again every 16 tokens."""
+
+    def angles(self, positions, x, mask):
+        return super().angles(positions % 16, x, mask)
+
+
+class LateSlopes(Rope):
+    """ALiBi whose first slope is 1: exponents are one head late."""
+
+    def angles(self, positions, x, mask):
+        self.offset = positions[:, None, None, :] - positions[:, None, :, None]
+        return 0 * super().angles(positions, x, mask)
+
+    def weighted(self, scores, allowed, v):
+        slopes = 2.0 ** (-8 * torch.arange(self.heads) / self.heads)
+        return super().weighted(scores + slopes[:, None, None] * self.offset, allowed, v)
+
+
+def counting(position):
+    """A tiny Llama whose cached calls get the positions ``position(past, count, memory)``."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past:
+            position_ids = position(past, input_ids.shape[1], past_key_values.__dict__)[None]
+        elif past_key_values is not None:
+            past_key_values.prompt = input_ids.shape[1]
+        return (
+            type(self)
+            .__mro__[1]
+            .forward(self, input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **more)
+        )
+
+    made = model("llama")
+    forward.__signature__ = __import__("inspect").signature(type(made).forward)
+    return subclassed(made, forward=forward)
+
+
+def window_of_the_prompt():
+    """A sliding window is one token wider without a cache than with one."""
+
+    def forward(self, input_ids=None, past_key_values=None, **more):
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self.config.sliding_window = 4 if past else 5
+        try:
+            return type(self).__mro__[1].forward(self, input_ids=input_ids, past_key_values=past_key_values, **more)
+        finally:
+            self.config.sliding_window = 4
+
+    made = model("mistral", sliding_window=4)
+    forward.__signature__ = __import__("inspect").signature(type(made.model).forward)
+    subclassed(made.model, forward=forward)
+    return made
+
+
+def without_bias_after_the_prompt():
+    def compute_bias(self, query_length, key_length, device=None, past_seen_tokens=0):
+        bias = type(self).__mro__[1].compute_bias(self, query_length, key_length, device, past_seen_tokens)
+        return bias * float(past_seen_tokens == 0)
+
+    made = model("t5")
+    subclassed(made.decoder.block[0].layer[0].SelfAttention, compute_bias=compute_bias)
+    return made
+
+
+def bias_across():
+    made = model("t5")
+    across = made.decoder.block[0].layer[1].EncDecAttention
+    across.has_relative_attention_bias, across.relative_attention_bias = True, nn.Embedding(32, 4)
+    return made
+
+
+HELD = [
+    Fault(
+        "a table is kept by length alone", "lucidrains/rotary-embedding-torch#11", "positions", lambda: layer(CachedByLength)
+    ),
+    Fault(
+        "the offset of a chunk is counted twice",
+        "mlx-node/mlx-node#33",
+        "chunked prefill",
+        lambda: counting(lambda past, count, _: 2 * past + torch.arange(count)),
+    ),
+    Fault(
+        "the second step counts the prompt again",
+        "skyzh/tiny-llm#46",
+        "static cache",
+        lambda: counting(
+            lambda past, count, memory: past + torch.arange(count) + (past > memory["prompt"]) * (memory["prompt"] - 1)
+        ),
+    ),
+    Fault(
+        "all tokens of a prompt have the last position",
+        "NVIDIA/TensorRT-LLM#2084",
+        "positions",
+        lambda: layer(LastPositionForAll),
+    ),
+    Fault("angles go by the head, not by the token", "mlfoundations/open_lm#4", "positions", lambda: layer(OverHeads)),
+    Fault("slopes of ALiBi are one head late", "paiml/aprender#2143", "", lambda: layer(LateSlopes)),
+    Fault(
+        "a relative bias is dropped after the prompt",
+        "NVIDIA/TensorRT-LLM#13870",
+        "decoding",
+        without_bias_after_the_prompt,
+    ),
+    Fault(
+        "a sliding window is wider in the prompt than in steps",
+        "mistralai/mistral-inference#60",
+        "decoding",
+        window_of_the_prompt,
+    ),
+    Fault("positions wrap in the middle of a text", "pytorch/torchtitan#2849", "shift", lambda: layer(Wrapped)),
+    Fault("cross-attention has a relative bias", "huggingface/transformers#8518", "left padding", bias_across),
+]
+"""Faults of other issues than those that the checks were written with, tried once; one without a check is missed."""
 
 
 RELEASED = {

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import faults
@@ -39,6 +40,8 @@ BROKEN = {  # all that an audit finds of each fault, and no more
     "scores are even in the offset": "direction",
 }
 OTHER = [  # results of every layer but for those of what it is
+    ("meta device", "outputs are the same after to_empty and load_state_dict"),
+    ("encoding", "an encoding of a known family"),
     ("shift", "positions + 37 give the same outputs up to rounding"),
     ("positions", "two samples of a batch keep their own positions"),
     ("positions", "other positions give other outputs"),
@@ -47,6 +50,8 @@ OTHER = [  # results of every layer but for those of what it is
     *2 * [("right padding", "a right-padded sample gives what it gives alone")],
     *(("batch", f"sample {n} of 3 gives what it gives alone") for n in (1, 2, 3)),
     ("padding content", "two paddings give the same outputs"),
+    ("padded rows", "a row of padding alone leaves the other rows as they are"),
+    ("padded rows", "NaN in padded places stays there"),
     ("precision", "bfloat16 at positions + 1024 is as exact as near zero"),
     ("precision", "float16 at positions + 1024 is as exact as near zero"),
 ]
@@ -64,7 +69,9 @@ WHOLE = {
     faults.Learned: [*OTHER, *PACKED, ("gradient", "a finite gradient reaches every head")],
 }
 NO_TABLE = "no rotary module with declared parameters was found"
-LACKING = dict.fromkeys(("frequencies", "attention factor", "tables", "autocast", "order of calls", "casts"), NO_TABLE) | {
+TABLES = ("frequencies", "attention factor", "tables", "far positions", "autocast", "order of calls", "casts")
+LACKING = dict.fromkeys(TABLES, NO_TABLE) | {
+    "layout": "it takes text to tell, and none was given",
     "saving": "it has no save_pretrained",
     "order": "it is causal",
     "direction": "it is causal",
@@ -89,19 +96,22 @@ def test_the_fault_of_a_layer_is_named(fault):
     assert report.status == 1
     assert report.broken == tuple(BROKEN[fault.name].split(", "))
     assert report.verdict == f"{report.subject}: positions are BROKEN: {BROKEN[fault.name]}"
-    assert all(a.severity == "broken" and a.remedy for a in report.findings)
+    assert all(a.remedy and a.line for a in report.findings if a.severity == "broken")
+    assert all(a.severity == "broken" or (a.check, a.severity) == ("padded rows", "note") for a in report.findings)
 
 
 @pytest.mark.parametrize("cls", [faults.Rope, faults.Encoder, faults.Learned])
 def test_a_sound_layer_is_called_sound(cls):
     report = audit(**faults.layer(cls))
     assert report.sound, report
-    assert not report.findings
+    assert [(a.check, a.severity, a.measured) for a in report.findings] == [
+        ("padded rows", "note", "it reaches other tokens")
+    ]
     assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == WHOLE[cls]
     left_out = {a.check: a.reason for a in report.unmeasured}
     assert left_out == {name: LACKING[name] for name in CHECKS if name not in {check for check, _ in WHOLE[cls]}}
     assert not any(a.failed for a in report.unmeasured)
-    assert report.verdict == f"{cls.__name__}: positions are sound ({len(WHOLE[cls])} results)"
+    assert report.verdict == f"{cls.__name__}: positions are sound ({len(WHOLE[cls])} results, 1 note)"
 
 
 def test_faults_have_names_sources_and_checks():
@@ -153,7 +163,61 @@ def test_the_layer_that_leaks_is_named():
 
     report = audit(Two(), example=torch.randn(1, 12, 16), checks=["packing"])
     assert report.broken == ("packing",)
-    assert report.findings[0].where.startswith("first at second ")
+    assert report.findings[0].where.startswith("second (SegmentsIgnored, relative difference ")
+    curves = dict(report.findings[0].curves)
+    errors = [error for _, error in curves["outputs"]]
+    assert max(errors[:4]) < 1e-9
+    assert max(errors[4:7]) > 1e-3 < max(errors[7:])
+
+
+def test_every_layer_that_leaks_is_named_not_only_the_first():
+    class Three(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([faults.SegmentsIgnored(), faults.Rope(), faults.ConvolutionLeaks()])
+
+        def forward(self, x, segments=None, positions=None):
+            for layer in self.layers:
+                x = layer(x, positions, None, segments)
+            return x
+
+    (found,) = audit(Three(), example=torch.randn(1, 12, 16), checks=["packing"]).findings
+    first, second = found.where.split(" and ")
+    assert first.startswith("layers.0 (SegmentsIgnored, relative difference ")
+    assert second.startswith("layers.2 (ConvolutionLeaks, relative difference ")
+    assert [name for name, _ in found.curves] == ["outputs", "layers.0", "layers.1", "layers.2"]
+    assert max(error for _, error in dict(found.curves)["layers.1"]) < 1e-12
+
+
+def test_what_padding_and_the_meta_device_leave_is_named():
+    class OneScale(faults.Rope):  # as of activations that are quantised with one scale for a tensor
+        def allowed(self, b, t, mask, segments):
+            return super().allowed(b, t, mask, segments) & (True if mask is None else mask[:, None, None])
+
+        def weighted(self, scores, allowed, v):
+            y = super().weighted(scores, allowed, v)
+            return y / y.detach().abs().amax() if y.isnan().all((1, 2, 3)).any() else y
+
+    class Zeroed(faults.Rope):
+        def forward(self, x, positions=None, mask=None, segments=None):
+            return super().forward(x if mask is None else x.where(mask[..., None], 0), positions, mask, segments)
+
+    class Forgets(faults.Rope):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequency", self.frequency, persistent=False)
+
+    found = {
+        cls: [
+            (a.severity, a.where, a.measured)
+            for a in audit(**faults.layer(cls), checks=["meta device", "padded rows"]).results
+        ]
+        for cls in (OneScale, Zeroed, Forgets)
+    }
+    assert found[OneScale][1] == ("broken", "", "outputs are not finite")
+    assert found[Zeroed][2] == ("sound", "", "it does")
+    assert found[Forgets][0] == ("risk", "", "frequency stays empty")
+    assert [a[0] for a in found[Zeroed]] == 3 * ["sound"]
 
 
 def test_other_projects_assert_positions():
@@ -277,11 +341,20 @@ def test_a_comparison_is_up_to_measured_rounding():
         (2.1e-2, 2, "broken"),
     ):
         found = compared(
-            subject, one + difference, one, "equal", slack=slack, where="x", remedy="r", issue="i", fault=lambda: "y"
+            subject,
+            one + difference,
+            one,
+            "equal",
+            slack=slack,
+            where="x",
+            remedy="r",
+            issue="i",
+            fault=lambda: ("y", (("layer", ()),)),
         )
         measured = f"relative difference {difference:.1e}, rounding 1e-04"
+        assert [name for name, _ in found.curves] == ["outputs", "layer"][: 1 + (severity == "broken")]
         broken = Finding("equal", measured, "broken", "x y", "r", "i")
-        assert found == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
+        assert replace(found, curves=()) == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
     for got, expected in ((one * math.nan, one), (one, one * math.inf)):
         assert compared(subject, got, expected, "equal").measured == "outputs are not finite"
 
@@ -418,7 +491,8 @@ class OtherNames(torch.nn.Module):
 def test_a_module_of_tokens_with_other_names_is_measured_as_well():
     report = audit(OtherNames().train(), example=torch.arange(9).repeat(4)[None], relative=True)
     assert report.sound, report
-    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == WHOLE[faults.Rope]
+    nan = ("padded rows", "NaN in padded places stays there")  # of features alone
+    assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == [a for a in WHOLE[faults.Rope] if a != nan]
     halved = {"model": faults.Rope().half(), "example": torch.randn(1, 40, 16), "checks": ["shift", "batch"]}
     assert [a.severity for a in audit(**halved, relative=True).results] == ["sound"] * 4
     rotary = type("RotaryLayer", (faults.KeysUnrotated,), {})
@@ -582,6 +656,15 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
     assert found["unmeasured"] == [{"check": "right padding", "reason": "RuntimeError: ", "failed": True}]
     code, out, _ = isopos("audit", "mine_audited:broken", "--json")
     assert code == json.loads(out)["status"] == 1
+    page = tmp_path / "page.html"
+    isopos("audit", "mine_audited:broken", "--checks", "shift", "--html", str(page))
+    html = page.read_text()
+    assert "<h1>KeysUnrotated: positions are BROKEN: shift</h1>" in html
+    assert "<h3>shift: positions + 37 give the same outputs up to rounding (broken)</h3>" in html
+    assert html.count("<svg") == 1
+    code, _, err = isopos("audit", "mine_audited:broken", "--text", str(tmp_path / "mine_audited.py"))
+    assert code == 2
+    assert "text: expected tokens [b t] for a model without a folder" in err
     code, out, _ = isopos("audit", "mine_audited:raises")
     assert code == 3
     assert "KeyError: 'mine'" in out

@@ -33,14 +33,39 @@ def transformers():
 
 def test_a_folder_with_a_configuration_alone(tmp_path, capsys):
     faults.model("llama").config.save_pretrained(tmp_path)
-    report = audit(tmp_path, checks=["frequencies", "shift", "left padding", "decoding", "packing"])
+    report = audit(
+        tmp_path, checks=["frequencies", "far positions", "meta device", "encoding", "shift", "decoding", "packing"]
+    )
     assert report.sound, report
-    assert [(a.check, a.severity) for a in report.findings] == [("packing", "risk")]
+    assert [(a.check, a.severity) for a in report.findings] == [("meta device", "risk"), ("packing", "risk")]
+    assert "rotary, 8 of 8 features, half layout, base 1e+04" in report.encodings[0]
+    far = next(a for a in report.results if a.check == "far positions")
+    assert [position for position, _ in far.curves[0][1]] == [2**n for n in range(10, 32)]
     made = faults.model("llama").to(torch.bfloat16)
     report = audit(made, checks=["frequencies"])
     assert report.status == 1
     assert "rounded to bfloat16" in report.findings[0].measured
     assert report.findings[0].where == "model.rotary_emb"
+
+
+def test_lines_of_code_and_configuration_are_named_and_a_tokenizer_is_used(tmp_path, transformers):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = faults.model("llama", vocab_size=128)
+    made.model.rotary_emb.inv_freq.mul_(2)
+    made.save_pretrained(tmp_path)
+    letters = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=" "))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path)
+    report = audit(tmp_path, checks=["layout", "casts"])
+    assert "its weights predict the text no better than chance" in report.unmeasured[0].reason
+    lines = (tmp_path / "config.json").read_text().splitlines()
+    number = next(n for n, line in enumerate(lines, 1) if '"rope_parameters"' in line)
+    assert report.findings[0].line.startswith(f"config.json:{number}, transformers/models/llama/modeling_llama.py:")
+    assert audit(made, checks=["frequencies"]).findings[0].line.startswith("config.rope_parameters, transformers/")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="text: expected a folder with a tokenizer"):
+        audit(tmp_path, text="words")
 
 
 @pytest.mark.oracles
@@ -69,7 +94,7 @@ def test_weights_of_a_folder_are_read(tmp_path):
 @pytest.mark.oracles
 @pytest.mark.parametrize("fault", faults.MODELS, ids=lambda fault: fault.name)
 def test_the_fault_of_a_model_is_named(fault):
-    report = audit(fault.make())
+    report = faults.audited(fault)
     hits = [a for a in report.findings if a.check == fault.check and a.severity == "broken"]
     assert any(fault.words in a.measured for a in hits), report
 
@@ -77,7 +102,7 @@ def test_the_fault_of_a_model_is_named(fault):
 @pytest.mark.oracles
 @pytest.mark.parametrize("fault", faults.HELD, ids=lambda fault: fault.name)
 def test_a_fault_that_was_held_back_is_named_unless_it_is_known_to_be_missed(fault):
-    assert (fault.check in audit(fault.make()).broken) == bool(fault.check)
+    assert (fault.check in faults.audited(fault).broken) == bool(fault.check)
 
 
 @pytest.mark.oracles

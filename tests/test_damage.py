@@ -188,7 +188,7 @@ def test_a_checkpoint_with_the_right_hash_and_other_content(isopos, runs, change
 def test_a_damaged_comparison_is_named(runs, monkeypatch):
     folder, tried = runs / "c", 0
     page.write(folder)
-    for name in ("_svg", "_kernel_sections"):  # pictures read no file of these
+    for name in ("svg", "_kernel_sections"):  # pictures read no file of these
         monkeypatch.setattr(page, name, lambda *_: "")
     names = ("examples.json", "result.json", "data.json", "metrics.jsonl")
     for path in (folder / "comparison.json", *(folder / "rope-seed0" / name for name in names)):

@@ -89,7 +89,8 @@ def _audit() -> dict[str, str]:
     return {
         "checks": f"\n{markdown(('check', 'question'), checks)}\n",
         "faults": f"\n{len(faults)} faults.\n\n{markdown(('fault', 'check', 'source'), faults)}\n",
-        "held": f"\n{markdown(('fault', 'check', 'source'), held)}\n",
+        "held": f"\n{sum(bool(fault.check) for fault in examples['HELD'])} of {len(held)} were named.\n\n"
+        f"{markdown(('fault', 'check', 'source'), held)}\n",
         "sound": f"\n{len(examples['SOUND'])} models: {', '.join(f'`{kind}`' for kind in examples['SOUND'])}.\n",
         "released": f"\n{markdown(('model_type', 'broken', 'what happens'), released)}\n",
     }

@@ -2,7 +2,8 @@
 
 A check is a function of a `Subject` that yields findings, entered by `check(name, question, *needs)`; the report holds them
 all. Files, in reading order: `subject.py` (what checks may call), `checks.py` (what a check is, and the comparison up to
-measured rounding), `calls.py`, `streams.py`, `tables.py`, `learning.py` (the checks), `declared.py` (frequencies of a
+measured rounding), `calls.py`, `streams.py`, `tables.py`, `encoding.py`, `learning.py` (the checks), `scores.py` (queries,
+keys and logits of any torch code), `declared.py` (frequencies of a
 configuration in float64), `modules.py` (torch modules as subjects; models of transformers are in `isopos.integrations`),
 `run.py`, `report.py`.
 """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isopos.audit.checks import check, compared, first_difference, unless
-from isopos.audit.report import Finding
+from isopos.audit.report import Curves, Finding
 from isopos.audit.subject import Skip, Subject, relative_error
 
 __all__: list[str] = []
@@ -28,7 +28,7 @@ def shift(subject: Subject) -> Iterator[Finding]:
     if subject.is_relative:
         remedy = "rotate queries and keys by one table, at positions kept in int64 or float32 until angles are taken"
 
-        def place() -> str:
+        def place() -> tuple[str, Curves]:
             return first_difference(
                 subject,
                 lambda module: _none(subject.call(module, tokens, positions + subject.shift, _all(tokens))),
@@ -152,6 +152,30 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
         mask[:, :pad] = False
         got.append(subject.outputs(rows, None, mask)[:, pad:])
     yield compared(subject, got[1], got[0], "two paddings give the same outputs", remedy="mask padded keys in every layer")
+
+
+@check("padded rows", "Does what is not finite in padded places stay there?", "mask")
+def padded_rows(subject: Subject) -> Iterator[Finding]:
+    """A row of padding alone beside a sample; and, where tokens are features, NaN in padded places."""
+    pad, sample = 4, subject.tokens(1, subject.length)
+    unless(subject.limit is not None and subject.length + pad > subject.limit, f"it has {subject.limit} positions only")
+    rows = torch.cat((subject.tokens(1, pad, seed=5), sample), 1)
+    mask = _all(rows)
+    mask[:, :pad] = False
+    alone, empty = subject.outputs(rows, None, mask)[:, pad:], torch.zeros_like(mask)
+    beside = subject.outputs(rows.repeat(2, *[1] * (rows.ndim - 1)), None, torch.cat((mask, empty)))[:1, pad:]
+    yield compared(
+        subject, beside, alone, "a row of padding alone leaves the other rows as they are",
+        remedy="let a query without keys give zeros, not NaN, and share nothing between rows",
+    )  # fmt: skip
+    if not rows.is_floating_point():
+        return
+    rows[:, :pad] = torch.nan
+    stays = bool(subject.outputs(rows, None, mask)[:, pad:].isfinite().all())
+    yield Finding(
+        "NaN in padded places stays there", "it does" if stays else "it reaches other tokens", "sound" if stays else "note",
+        remedy="" if stays else "fill padded features with zeros: 0 * NaN is NaN in a product with values",
+    )  # fmt: skip
 
 
 @check("precision", "Do lower dtypes keep positions apart?", "positions", "casts")

@@ -1,15 +1,15 @@
 """What a check is, the table of all checks, and the comparison that most of them make."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.report import Finding
+from isopos.audit.report import Curves, Finding
 from isopos.audit.subject import Skip, Subject, relative_error, traced
 
-__all__ = ["CHECKS", "Check", "check", "compared", "first_difference"]
+__all__ = ["CHECKS", "Check", "by_position", "check", "compared", "first_difference", "of_layers", "unless"]
 
 Measure = Callable[[Subject], Iterable[Finding]]
 
@@ -72,23 +72,24 @@ def compared(
     remedy: str = "",
     issue: str = "",
     slack: float = 1.0,
-    fault: Callable[[], str] | None = None,
+    fault: Callable[[], tuple[str, Curves]] | None = None,
 ) -> Finding:
-    """A finding that two outputs are equal up to rounding; `fault` finds the place of a difference."""
+    """A finding that two outputs are equal up to rounding; `fault` finds the place of a difference, and curves of layers."""
     error, bound = relative_error(got, expected), subject.tolerance * slack
     measured = f"relative difference {error:.1e}, rounding {subject.rounding:.0e}"
+    curves = by_position({"outputs": got}, {"outputs": expected})
     if error <= bound:
-        return Finding(says, measured, "sound", where)
+        return Finding(says, measured, "sound", where, curves=curves)
     if error == float("inf"):
         measured = "outputs are not finite"
-    place = fault() if fault is not None else ""
-    return Finding(says, measured, "broken", " ".join(filter(None, (where, place))), remedy, issue)
+    place, more = fault() if fault is not None else ("", ())
+    return Finding(says, measured, "broken", " ".join(filter(None, (where, place))), remedy, issue, curves=curves + more)
 
 
 def first_difference(
     subject: Subject, changed: Callable[[nn.Module], Tensor | None], whole: Callable[[nn.Module], Tensor | None]
-) -> str:
-    """The first submodule whose output differs between two calls that should agree, and by how much.
+) -> tuple[str, Curves]:
+    """The first submodule whose output differs between two calls that should agree, by how much, and errors of layers.
 
     Args:
         changed: A call on the exact copy; what it returns is an index of tokens ``[t]`` to compare, or None for all.
@@ -98,12 +99,39 @@ def first_difference(
     for call in (changed, whole):
         with torch.no_grad(), traced(subject.exact) as seen:
             index = call(subject.exact)
-        traces.append({name: a if index is None else _at(a, index) for name, a in seen.items()})
+        traces.append(seen if index is None else {name: at for name, a in seen.items() if (at := _at(a, index)) is not None})
+    curves = by_position(*(of_layers(subject.exact, trace) for trace in traces))
     for name, a in traces[0].items():
         b = traces[1].get(name)
-        if b is not None and a is not None and a.shape == b.shape and (e := relative_error(a, b)) > subject.tolerance:
-            return f"first at {name} (relative difference {e:.1e})"
-    return ""
+        if b is not None and a.shape == b.shape and (e := relative_error(a, b)) > subject.tolerance:
+            kind = type(subject.exact.get_submodule(name)).__name__
+            return f"first at {name} ({kind}, relative difference {e:.1e})", curves
+    return "", curves
+
+
+def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those outputs that are of items of an `nn.ModuleList` or `nn.Sequential`, the outermost ones."""
+    found: dict[str, Tensor] = {}
+    for name in sorted(outputs, key=lambda name: (name.count("."), name)):
+        up = name.rpartition(".")[0]
+        if isinstance(module.get_submodule(up), nn.ModuleList | nn.Sequential) and not any(
+            name.startswith(f"{other}.") for other in found
+        ):
+            found[name] = outputs[name]
+    return found
+
+
+def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Curves:
+    """Errors of outputs ``[b t v]`` at each of their positions, relative to the largest expected number."""
+    curves = []
+    for name, a in got.items():
+        b = expected.get(name)
+        if b is None or a.shape != b.shape or a.ndim != 3:
+            continue
+        a, b = a.double(), b.double()
+        errors = ((a - b).abs() / b.abs().max().clamp_min(1e-30)).amax((0, 2)).nan_to_num(torch.inf).tolist()
+        curves.append((name, tuple(enumerate(errors))))
+    return tuple(curves)
 
 
 def _at(a: Tensor, index: Tensor) -> Tensor | None:

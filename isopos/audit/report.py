@@ -12,6 +12,8 @@ __all__ = ["BROKEN", "SOUND", "UNMEASURABLE", "Finding", "Report", "Severity", "
 Severity = Literal["sound", "note", "risk", "broken"]
 SOUND, BROKEN, UNMEASURABLE = 0, 1, 3
 """Exit statuses."""
+Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Relative errors by position, each with a name: ((name, ((position, error), ...)), ...)."""
 COLOURS = {"sound": "green", "note": "cyan", "risk": "yellow", "broken": "red"}
 
 
@@ -26,6 +28,8 @@ class Finding:
         where: Module, configuration entry or position.
         remedy: What to change.
         issue: A public issue with this fault, OWNER/NAME#NUMBER.
+        line: Of code or configuration, FILE:LINE; `audit` fills it in.
+        curves: Errors by position, of outputs and of each layer.
         check: Name of the check; `audit` fills it in.
     """
 
@@ -35,6 +39,8 @@ class Finding:
     where: str = ""
     remedy: str = ""
     issue: str = ""
+    line: str = ""
+    curves: Curves = ()
     check: str = ""
 
 
@@ -100,17 +106,23 @@ class Report:
         told = [f"{n} {kind}{'s' * (n != 1)}" for n, kind in zip(counts, ("risk", "note"), strict=True) if n]
         return f"{self.subject}: positions are sound ({', '.join([f'{len(self.results)} results', *told])})"
 
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """Which encodings the model has, in words, with the layers that have them."""
+        return tuple(a.measured + f" at {a.where}" * bool(a.where) for a in self.results if a.check == "encoding")
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it."""
         head = {"subject": self.subject, "sound": self.sound, "status": self.status, "verdict": self.verdict}
         return head | {"results": [asdict(a) for a in self.results], "unmeasured": [asdict(a) for a in self.unmeasured]}
 
     def __str__(self) -> str:
-        """The verdict, the findings that are not sound, and the sound checks by name."""
-        lines = [self.verdict]
+        """The verdict, the encodings, the findings that are not sound, and the sound checks by name."""
+        lines = [self.verdict, *(f"  encoding: {text}" for text in self.encodings)]
         for a in self.findings:
             lines.append(f"  {a.severity}: {a.check}{f' at {a.where}' * bool(a.where)}")
-            entries = (("expected", a.expected), ("measured", a.measured), ("remedy", a.remedy), ("issue", a.issue))
+            entries = (("expected", a.expected), ("measured", a.measured), ("line", a.line))
+            entries += (("remedy", a.remedy), ("issue", a.issue))
             lines += [f"    {name}: {text}" for name, text in entries if text]
         passed = dict.fromkeys(a.check for a in self.results if a.severity == "sound" and a.check not in self.broken)
         lines += [f"  sound: {', '.join(passed)}"] * bool(passed)
@@ -126,11 +138,14 @@ class Report:
 
         colour = {0: "green", 1: "red"}.get(self.status, "yellow")
         console.print(f"[bold {colour}]{escape(self.verdict)}[/]")
+        for text in self.encodings:
+            console.print(escape(f"encoding: {text}"))
         table = Table("severity", "check", "expected", "measured", "where", "remedy")
         sound = [a for a in self.results if a.severity == "sound"]
         for a in (*self.findings, *(sound if whole else ())):
             remedy = " ".join(filter(None, (a.remedy, a.issue and f"({a.issue})")))
-            cells = [escape(text) for text in (a.check, a.expected, a.measured, a.where, remedy)]
+            where = "\n".join(filter(None, (a.where, a.line)))
+            cells = [escape(text) for text in (a.check, a.expected, a.measured, where, remedy)]
             table.add_row(f"[{COLOURS[a.severity]}]{a.severity}[/]", *cells)
         if table.rows:
             console.print(table)

@@ -2,21 +2,24 @@
 
 import copy
 import importlib
+import inspect
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from isopos.audit.checks import CHECKS
-from isopos.audit.report import Report, Unmeasured, merged
+from isopos.audit.report import Finding, Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
 
 __all__ = ["audit", "audited"]
 
-FILES = ("tables", "calls", "streams", "learning")
+FILES = ("tables", "encoding", "calls", "streams", "learning")
 for _file in FILES:
     importlib.import_module(f"isopos.audit.{_file}")
 
@@ -29,6 +32,7 @@ def audit(
     relative: bool | None = None,
     causal: bool | None = None,
     checks: Iterable[str] | None = None,
+    text: str | Tensor | None = None,
 ) -> Report:
     """Measure whether the positions of a model are sound. On a CPU; the model is not changed; no remote code, no network.
 
@@ -42,6 +46,8 @@ def audit(
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
         checks: Names of checks; all by default.
+        text: For trained weights: tokens ``[b t]`` of text like that of training, or text itself for a folder with a
+            tokenizer, which by default is given a few sentences of English.
 
     Returns:
         A report: ``report.sound``, ``report.findings``, ``report.unmeasured``, ``print(report)``.
@@ -64,30 +70,35 @@ def audit(
     if unknown := [name for name in names if name not in CHECKS]:
         raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
     name, parts = _subjects(model, call, example, relative, causal)
+    if isinstance(model, (str, Path)) and not isinstance(text, Tensor):
+        from isopos.integrations.transformers import audited as theirs
+
+        text = theirs.tokens_of(Path(model), text)
+    if isinstance(text, str):
+        raise ValueError("text: expected tokens [b t] for a model without a folder, got a string; tokenise it first")
+    for _, subject in parts:
+        subject.text = text if subject.text is None else subject.text
     reports = [(part, _report(subject, names)) for part, subject in parts]
     return reports[0][1] if len(reports) == 1 else merged(name, reports)
 
 
-def audited(text: str, checks: Iterable[str] | None = None) -> Report:
+def audited(model: str, checks: Iterable[str] | None = None, text: str | None = None) -> Report:
     """Audit what the command line names: a folder, or MODULE:FUNCTION that makes a model or the arguments of `audit`."""
-    if Path(text).is_dir():
-        return audit(text, checks=checks)
-    name, _, attribute = text.partition(":")
+    if Path(model).is_dir():
+        return audit(model, checks=checks, text=text)
+    name, _, attribute = model.partition(":")
     if not attribute:
-        raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {text!r}")
+        raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {model!r}")
     from isopos.catalog import own_module
 
     module = own_module(name, "model")
     if not callable(made := getattr(module, attribute, None)):
         raise ValueError(f"model: expected {name} to have a function {attribute}, got {made!r}")
     made = made()
-    if isinstance(made, dict):
-        return audit(**made, checks=checks)
-    return (
-        audit(*made[:3], **dict(zip(("relative", "causal"), made[3:], strict=False)), checks=checks)
-        if isinstance(made, tuple)
-        else audit(made, checks=checks)
-    )
+    if isinstance(made, tuple):
+        made = dict(zip(("model", "call", "example", "relative", "causal"), made, strict=False))
+    given = made if isinstance(made, dict) else {"model": made}
+    return audit(**given | {"checks": checks} | ({} if text is None else {"text": text}))
 
 
 def _subjects(
@@ -126,13 +137,35 @@ def _report(subject: Subject, names: Iterable[str]) -> Report:
                 continue
             try:
                 for finding in check.run(subject):
-                    results.append(finding)
+                    results.append(
+                        finding if finding.severity == "sound" else replace(finding, line=_line(subject, finding))
+                    )
             except Skip as skip:
                 unmeasured.append(Unmeasured(check.name, str(skip), failed=False))
             except Exception as error:  # whatever the model's own code does
                 what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 unmeasured.append(Unmeasured(check.name, what, failed=True))
     return Report(subject.name, tuple(results), tuple(unmeasured))
+
+
+def _line(subject: Subject, finding: Finding) -> str:
+    """The lines of configuration and of code that a finding is about."""
+    modules, names = dict(subject.module.named_modules()), re.split(r"[ ,()]+", finding.where)
+    names += [name.rpartition(".")[0] for name in names]  # modules of parameters
+    found = next((modules[name] for name in names if name in modules), subject.module)
+    declared = any(finding.where.startswith(rotary.name) for rotary in subject.rotary(subject.module))
+    return ", ".join(filter(None, (subject.entry() if declared else "", _source(found))))
+
+
+def _source(module: nn.Module) -> str:
+    """FILE:LINE of a module's forward, from the package on; empty where there is no file."""
+    try:
+        forward = inspect.unwrap(type(module).forward)
+        path, line = Path(inspect.getsourcefile(forward) or ""), inspect.getsourcelines(forward)[1]
+    except (TypeError, OSError):
+        return ""
+    parts = path.parts[len(path.parts) - path.parts[::-1].index("site-packages") :] if "site-packages" in path.parts else ()
+    return f"{'/'.join(parts) or path.name}:{line}"
 
 
 class _quiet:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from isopos.audit.checks import check, compared, first_difference, unless
-from isopos.audit.report import Finding
-from isopos.audit.subject import Subject, relative_error
+from isopos.audit.checks import by_position, check, compared, of_layers, unless
+from isopos.audit.report import Curves, Finding
+from isopos.audit.scores import layers
+from isopos.audit.subject import Subject, relative_error, traced
 
 __all__: list[str] = []
 
@@ -72,16 +74,10 @@ def packing(subject: Subject) -> Iterator[Finding]:
     want = torch.cat([subject.outputs(part) for part in parts], 1)
     got = subject.packed(tokens, lengths)
 
-    def place() -> str:
-        last = torch.arange(subject.length - lengths[-1], subject.length)
-        return first_difference(
-            subject, lambda _: (subject.packed(tokens, lengths), last)[1], lambda m: (subject.call(m, parts[-1]), None)[1]
-        )
-
     whole = compared(
         subject, got, want, "samples in one row, positions restarting, give what they give alone",
         remedy="pass sample boundaries (cu_seqlens, seq_idx, a block mask) to every layer that mixes tokens",
-        issue="huggingface/transformers#46093", fault=place,
+        issue="huggingface/transformers#46093", fault=lambda: leaks(subject, tokens, lengths),
     )  # fmt: skip
     yield whole
     if whole.severity == "sound" and "mask" in subject.abilities:
@@ -94,9 +90,34 @@ def packing(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str, Curves]:
+    """The modules that leak by themselves, by how much: each layer is given the features that samples have alone."""
+    module, inputs, traces = subject.exact, [], []
+    for part in tokens.split(list(lengths), 1):
+        with torch.no_grad(), layers(module, part.shape[1], lambda _, x: x) as given, traced(module) as seen:
+            subject.call(module, part)
+        inputs.append(given)
+        traces.append(seen)
+    right = [torch.cat(same, 1) for same in zip(*inputs, strict=True)]
+    names = [name for name in traces[0] if all(name in seen for seen in traces)]
+    whole = {name: torch.cat([seen[name] for seen in traces], 1) for name in names}
+    with layers(module, tokens.shape[1], lambda n, _: right[n]), traced(module) as seen:
+        subject.packed(tokens, lengths)
+    stacks, found = [*of_layers(module, seen)], {}
+    for name, a in seen.items():
+        b, layer = whole.get(name), next((one for one in stacks if name == one or name.startswith(f"{one}.")), "")
+        if b is None or a.shape != b.shape or (stacks and not layer) or (e := relative_error(a, b)) <= subject.tolerance:
+            continue
+        up = name.rpartition(".")[0]
+        mixer = up if up.startswith(f"{layer}.") and layer else name  # its first part that differs had another input
+        found.setdefault(layer, f"{mixer} ({type(module.get_submodule(mixer)).__name__}, relative difference {e:.1e})")
+    curves = by_position(of_layers(module, seen), whole)
+    return " and ".join(found.values()), curves
+
+
 def _streamed(subject: Subject, lengths: Sequence[int], says: str, kind: str = "dynamic") -> Iterator[Finding]:
     tokens = subject.tokens(2, subject.length)
     got, want = subject.stream(tokens.split(list(lengths), 1), kind), subject.outputs(tokens)
     error = (got.double() - want.double()).abs().amax((0, 2)) / want.abs().max()
     from_here = int((error > 2 * subject.tolerance).long().argmax())
-    yield compared(subject, got, want, says, slack=2, remedy=STALE, fault=lambda: f"from token {from_here} on")
+    yield compared(subject, got, want, says, slack=2, remedy=STALE, fault=lambda: (f"from token {from_here} on", ()))

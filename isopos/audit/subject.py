@@ -23,6 +23,7 @@ ABILITIES = {
     "causal": "it is not causal",
     "bidirectional": "it is causal",
     "save": "it has no save_pretrained",
+    "text": "it takes text to tell, and none was given",
     "casts": "its call is not known to serve other dtypes",
 }
 """What a subject may be able to do, with the reason that a check gives where it is not."""
@@ -71,6 +72,7 @@ class Subject(ABC):
         limit: Positions from 0 up to this number are those the model was made for; None for any.
         is_relative: Whether outputs must not see a shift of all positions; None where nothing tells.
         encoding: How positions enter, in words: "rotary", "learned absolute table", ...
+        text: Tokens of natural text ``[b t]``, for trained weights.
     """
 
     module: nn.Module
@@ -81,6 +83,7 @@ class Subject(ABC):
     encoding: str = "unknown"
     heads: int | None = None
     length: int = 12
+    text: Tensor | None = None
     notes: list[str] = field(default_factory=list)
 
     @abstractmethod
@@ -111,13 +114,18 @@ class Subject(ABC):
         """Rotary modules in the model or a copy of it."""
         return []
 
+    def entry(self) -> str:
+        """The line of the configuration that declares rotary parameters; empty without one."""
+        return ""
+
     def loaded_again(self) -> nn.Module:
         """The model, written to a folder and read again."""
         raise NotImplementedError
 
     def without(self, *names: str) -> str | None:
         """The reason why a check that needs these abilities does not apply."""
-        return next((ABILITIES[name] for name in names if name not in self.abilities), None)
+        able = self.abilities | ({"text"} if self.text is not None else set())
+        return next((ABILITIES[name] for name in names if name not in able), None)
 
     @cached_property
     def copies(self) -> dict[torch.dtype, nn.Module]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -15,6 +16,8 @@ from isopos.audit.subject import Rotary, Skip, Subject, relative_error
 __all__: list[str] = []
 
 FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
+FURTHER = tuple(2**n for n in range(10, 32))
+ANY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional", "mrope")  # types that do not go by a call's length
 CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
 
 
@@ -80,6 +83,26 @@ def tables(subject: Subject) -> Iterator[Finding]:
             yield _table(rotary, x, dtype, copy.deepcopy(rotary.module))
 
 
+@check("far positions", "How exact are cosines and sines up to position 2^31?")
+def far_positions(subject: Subject) -> Iterator[Finding]:
+    """Types that do not go by the length of a call, beyond the declared maximum too, within what float32 angles allow."""
+    for rotary, _ in _declared(subject):
+        if rotary.tables is None or rotary.parameters.get("rope_type", "default") not in ANY_LENGTH:
+            continue
+        x = torch.tensor([FURTHER])
+        try:
+            found = _table(rotary, x, torch.float32, copy.deepcopy(rotary.module))
+        except (IndexError, RuntimeError) as error:
+            yield Finding(
+                f"cosines and sines up to position {FURTHER[-1]}", f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                "note", rotary.name, f"none up to position {_within(rotary)}; its table ends",
+            )  # fmt: skip
+            continue
+        errors = dict(found.curves[0][1]) if found.curves else {}
+        exact = max((a for a, error in errors.items() if error < 1e-2), default=0)
+        yield replace(found, measured=f"{found.measured}, below 0.01 up to position {exact}")
+
+
 def _within(rotary: Rotary) -> int:
     """Positions that plain calls may have: those for which dynamic rules do not start."""
     original = rotary.parameters.get("original_max_position_embeddings") or rotary.trained or FAR[-1]
@@ -102,12 +125,13 @@ def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Modul
     single = torch.finfo(torch.float32).eps
     bound = factor * (2 * torch.finfo(dtype).eps + 8 * declared.EQUAL / 64 * (1 + angle.abs().amax(-1))) + 64 * single
     error = (own - want).abs().amax((0, 2))
+    curves = ((f"{rotary.name}, {str(dtype)[6:]}{how}", tuple(zip(x[0].tolist(), error.tolist(), strict=True))),)
     if bool((error <= bound).all()):
-        return Finding(says, f"error {float(error.max()):.1e}", "sound", rotary.name)
+        return Finding(says, f"error {float(error.max()):.1e}", "sound", rotary.name, curves=curves)
     bad = int((error > bound).long().argmax())
     where = f"{rotary.name}, position {int(x[0, bad])}"
     remedy = "compute positions times frequencies in float32 outside autocast, cast cosines and sines at the end"
-    return Finding(says, f"error {float(error[bad]):.1e}", "broken", where, remedy, "huggingface/candle#3520")
+    return Finding(says, f"error {float(error[bad]):.1e}", "broken", where, remedy, "huggingface/candle#3520", curves=curves)
 
 
 def _columns(own: Tensor, want: Tensor) -> Tensor | None:
@@ -202,3 +226,25 @@ def casts(subject: Subject) -> Iterator[Finding]:
                 "sound" if sound else "risk", rotary.name, "" if sound else CAST,
                 "" if sound else "NVIDIA-NeMo/Automodel#2549",
             )  # fmt: skip
+
+
+@check("meta device", "Does a model come back whole from the device meta and `to_empty`?")
+def meta_device(subject: Subject) -> Iterator[Finding]:
+    """A copy on meta, emptied, with its own state dict loaded: outputs, and tables that the state dict lacks."""
+    module = copy.deepcopy(subject.copies[torch.float32])
+    state = module.state_dict()
+    made = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    for tensor in (*made.parameters(), *made.buffers()):
+        tensor.data = torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else torch.zeros_like(tensor)
+    made.load_state_dict(state)
+    tokens = subject.tokens(1, subject.length)
+    with torch.no_grad():
+        same = relative_error(subject.call(made, tokens), subject.call(module, tokens)) <= subject.tolerance
+    lost = [name for name, _ in made.named_buffers() if name not in state]
+    yield Finding(
+        "outputs are the same after to_empty and load_state_dict",
+        "they are" if same else f"{', '.join(lost[:3]) or 'what is no parameter'}{' ...' * (len(lost) > 3)} stays empty",
+        "sound" if same else "risk", lost[0].rpartition(".")[0] if lost and not same else "",
+        "" if same else "load by from_pretrained, or compute these buffers again after to_empty",
+        "" if same else "unslothai/unsloth#6925",
+    )  # fmt: skip

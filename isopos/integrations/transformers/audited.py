@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from isopos.audit.subject import Rotary, Subject, relative_error
 
-__all__ = ["TransformersSubject", "loaded", "subjects"]
+__all__ = ["TransformersSubject", "loaded", "subjects", "tokens_of"]
 
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
+DECLARED = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TEXT = """The sun was low when the two brothers came down from the hill. The younger one carried a basket of apples, and the
+older one led the horse by its rope. They had walked since the early morning, and neither of them had said a word
+about the letter that lay in the older one's pocket. At the bridge they stopped. The water was high after the rain of
+the last days, and the road on the other side could not be seen. "We can wait here until the morning," said the
+younger brother, "or we can go back to the mill and ask for a bed." The older brother looked at the water for a long
+time before he gave an answer."""
 
 
 def loaded(folder: Path) -> Any:
@@ -34,11 +42,35 @@ def loaded(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ValueError(f"model: transformers does not read {folder}: {str(error).splitlines()[0]}") from None
+    transformers.utils.logging.disable_progress_bar()
     cls: Any = getattr(transformers, (config.architectures or [""])[0], None) or _class_of(transformers, config)
     if any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
         return cls.from_pretrained(folder, local_files_only=True, dtype=config.dtype or torch.float32)
     torch.manual_seed(0)
-    return cls._from_config(config)
+    made = cls._from_config(config)
+    made.config._name_or_path = str(folder)
+    return made
+
+
+def tokens_of(folder: Path, text: str | None) -> Tensor | None:
+    """Tokens ``[1 t]`` of a text, by the tokenizer of a folder; of a few sentences by default, None without a tokenizer.
+
+    Raises:
+        ValueError: For a text, and a folder without a tokenizer that transformers reads.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        if text is not None:
+            raise ValueError(f"text: expected a folder with a tokenizer ({', '.join(TOKENIZERS)}), got {folder}")
+        return None
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        if text is not None:
+            raise ValueError(f"text: transformers does not read the tokenizer of {folder}: {error}") from None
+        return None
+    return torch.tensor([tokenizer(text or TEXT)["input_ids"][:512]])
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
@@ -223,6 +255,15 @@ class TransformersSubject(Subject):
                 lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
             )
         ]  # fmt: skip
+
+    def entry(self) -> str:
+        path = Path(self.module.config._name_or_path) / "config.json"  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType, reportOptionalMemberAccess]
+        if not path.is_file():
+            return "config.rope_parameters"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if any(f'"{name}"' in line for name in DECLARED):
+                return f"{path.name}:{number}"
+        return path.name
 
     def loaded_again(self) -> nn.Module:
         from transformers.utils import logging

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -25,6 +26,8 @@ class Options:
     checks: str = ""  # Comma list of checks; by default all.
     whole: bool = False  # Show sound results in the table, too.
     json: bool = False  # Print JSON instead of a table.
+    html: str = ""  # Also write a page with errors over position, of outputs and of each layer, to this file.
+    text: str = ""  # For trained weights: a file of text like that of training, read by the folder's tokenizer.
 
 
 def run(options: Options, console: Console) -> int:
@@ -33,7 +36,8 @@ def run(options: Options, console: Console) -> int:
     from isopos.laws.checks import raised_at
 
     try:
-        report = audited(options.model, [name.strip() for name in options.checks.split(",")] if options.checks else None)
+        names = [name.strip() for name in options.checks.split(",")] if options.checks else None
+        report = audited(options.model, names, Path(options.text).read_text(encoding="utf-8") if options.text else None)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -43,6 +47,10 @@ def run(options: Options, console: Console) -> int:
             raise  # our own error message
         print(printable(f"{options.model}: could not be measured: {type(error).__name__}: {error}{where}"))
         return UNMEASURED
+    if options.html:
+        from isopos.lab.reports import soundness
+
+        soundness.write(report, Path(options.html))
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

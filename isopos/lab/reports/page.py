@@ -22,6 +22,8 @@ from isopos.positions import Line
 from isopos.scheme import Scheme
 from isopos.spec import of_layers
 
+__all__ = ["STYLE", "html", "rows_html", "svg", "write"]
+
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
@@ -30,7 +32,7 @@ STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="
 def write(folder: Path) -> Path:
     """Write report.html and curves.svg of a comparison; return the report's path."""
     about, runs, ranked = read_comparison(folder), read_runs(folder), ranking(folder)
-    curves = _svg(_curves(runs, ranked), "Training loss by step, one line per run")
+    curves = svg(_curves(runs, ranked), "Training loss by step, one line per run")
     write_text(folder / "curves.svg", curves)
     first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
     best_first = [first[row.scheme] for row in ranked.rows if row.status == "finished"]
@@ -39,16 +41,18 @@ def write(folder: Path) -> Path:
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>isopos: {_text(folder.name)}</title>",
+        f"<title>isopos: {html(folder.name)}</title>",
         f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
-        f"<p>{_text(_setting(about, runs))}</p>",
+        f"<p>{html(_setting(about, runs))}</p>",
         ""
         if about["complete"]
-        else f'<p class="warn">Interrupted: unfinished {_text(", ".join(unfinished) or "timing")}.</p>',
+        else f'<p class="warn">Interrupted: unfinished {html(", ".join(unfinished) or "timing")}.</p>',
         '<div class="wide">',
-        _html(ranked.header, [ranked.cells(row, ranked.header) for row in ranked.rows], ranked.numbers, best=ranked.leads),
+        rows_html(
+            ranked.header, [ranked.cells(row, ranked.header) for row in ranked.rows], ranked.numbers, best=ranked.leads
+        ),
         "</div>",
-        *(f"<p><small>{_text(note)}</small></p>" for note in ranked.notes()),
+        *(f"<p><small>{html(note)}</small></p>" for note in ranked.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
         "<h2>Relative kernel of each scheme</h2>",
@@ -67,7 +71,8 @@ def write(folder: Path) -> Path:
     return path
 
 
-def _text(name: str) -> str:
+def html(name: str) -> str:
+    """A name as text of a page."""
     return escape(printable(name))
 
 
@@ -83,9 +88,11 @@ def _setting(about: dict[str, Any], runs: list[Run]) -> str:
     return text + f"torch {about['torch']}, {about['device']}, {about['threads']} threads."
 
 
-def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), *, best: bool = False) -> str:
+def rows_html(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), *, best: bool = False
+) -> str:
     """An HTML table; with `best` its first row is highlighted."""
-    head = "".join(f'<th scope="col"><button type="button">{_text(title)}</button></th>' for title in titles)
+    head = "".join(f'<th scope="col"><button type="button">{html(title)}</button></th>' for title in titles)
     marks = [" class=n" * (title in numbers) for title in titles]
     body = "</tr><tr>".join(
         "".join(f"<td{mark}>{_cell(cell, title)}</td>" for mark, cell, title in zip(marks, cells, titles, strict=True))
@@ -97,12 +104,12 @@ def _html(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
 
 def _cell(text: str, title: str) -> str:
     """The text, or an image if it is a data URL."""
-    return f'<img src="{text}" alt="{_text(title)}">' if PICTURE.fullmatch(text) else _text(text)
+    return f'<img src="{text}" alt="{html(title)}">' if PICTURE.fullmatch(text) else html(text)
 
 
 def _switch(scheme: str) -> str:
     """A checkbox that shows and hides a scheme's curves."""
-    name = _text(scheme)
+    name = html(scheme)
     return f'<label><input type="checkbox" value="{name}" checked> {name}</label>'
 
 
@@ -112,10 +119,10 @@ def _examples(runs: Sequence[Run]) -> Iterator[str]:
         path = run.folder / EXAMPLES
         if path.exists():
             samples = read_json(path, list[dict], "remove it, and the report goes without")
-            yield f"<h2>Answers of {_text(run.recipe.scheme)}</h2>"
+            yield f"<h2>Answers of {html(run.recipe.scheme)}</h2>"
             titles = list(samples[0]) if samples else []
             rows = [[str(sample.get(title, "-")) for title in titles] for sample in samples]
-            yield f'<div class="wide">{_html(titles, rows)}</div>'
+            yield f'<div class="wide">{rows_html(titles, rows)}</div>'
 
 
 def _curves(runs: list[Run], ranked: Ranking) -> Figure:
@@ -152,7 +159,7 @@ def _kernel_sections(run: Run) -> Iterator[str]:
 
 def _kernel_section(scheme: Scheme, name: str) -> str:
     if (attention := scheme.choices["attention"]) != scheme.attention:
-        return f"<h3>{_text(name)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
+        return f"<h3>{html(name)}</h3><p>No kernel: {attention} has no weight for each pair of tokens.</p>"
     panel = next(panels(scheme))
     if isinstance(panel.group, Line):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -167,13 +174,13 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
         draw(figure.subplots(), panel, scheme, alone=True)
-    return f'<h3>{_text(name)}</h3><figure id="kernel-{_text(name)}">{_svg(figure, f"Relative kernel of {name}")}</figure>'
+    return f'<h3>{html(name)}</h3><figure id="kernel-{html(name)}">{svg(figure, f"Relative kernel of {name}")}</figure>'
 
 
-def _svg(figure: Figure, label: str) -> str:
+def svg(figure: Figure, label: str) -> str:
     """The figure as an svg element with a label, without XML prologue."""
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
-    return f'<svg role="img" aria-label="{_text(label)}"' + text[text.index("<svg") + 4 :]
+    return f'<svg role="img" aria-label="{html(label)}"' + text[text.index("<svg") + 4 :]
