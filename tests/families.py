@@ -43,7 +43,9 @@ class Family:
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**self.sizes | {"bos_token_id": None, "eos_token_id": None} | self.options | options)
+        config = getattr(transformers, self.config)(
+            **self.sizes | {"bos_token_id": None, "eos_token_id": None} | self.options | options
+        )
         cls = getattr(transformers, self.cls, None)
         if cls is None:
             from isopos.integrations.transformers.saving import class_named
@@ -66,7 +68,7 @@ def decoder(name: str, **options: Any) -> Family:
 
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES = {
     "llama": decoder("Llama", title="Llama"),
     "mistral": decoder("Mistral", sliding_window=None),
@@ -102,10 +104,12 @@ FAMILIES = {
 }
 FAMILIES["llama4"] = Family(**vars(FAMILIES["llama4"]) | {"config": "Llama4TextConfig"})
 FAMILIES["gemma3"] = Family(**vars(FAMILIES["gemma3"]) | {"config": "Gemma3TextConfig"})
-for name, version in (("qwen2_vl", "2"), ("qwen3_vl", "3")):
+for name, version, sections in (("qwen2_vl", "2", [2, 3, 3]), ("qwen3_vl", "3", [4, 2, 2])):
     title = f"Qwen{version}-VL"
-    text = {"rope_parameters": SECTIONS, "head_dim": HEAD_DIM}
-    FAMILIES[name] = Family(f"{title} text, three coordinates", f"Qwen{version}VLTextModel", f"Qwen{version}VLTextConfig", options=text)
+    text = {"rope_parameters": SECTIONS | {"mrope_section": sections}, "head_dim": HEAD_DIM}
+    FAMILIES[name] = Family(
+        f"{title} text, three coordinates", f"Qwen{version}VLTextModel", f"Qwen{version}VLTextConfig", options=text
+    )
 without = "its attention gets no mask"
 FAMILIES["qwen2_vl_vision"] = Family(
     "Qwen2-VL vision", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig", IMAGES, without,

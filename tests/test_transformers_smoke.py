@@ -130,7 +130,9 @@ def test_a_model_of_ours_keeps_its_extension(hf, tmp_path):
         assert again(TOKENS, use_cache=False).logits.equal(decoder(TOKENS))
         again.save_pretrained(tmp_path / "again")
         assert logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")).equal(logits(again))
-    with pytest.raises(ValueError, match="folder: expected a patched model, whose configuration names its scheme, got isopos"):
+    with pytest.raises(
+        ValueError, match="folder: expected a patched model, whose configuration names its scheme, got isopos"
+    ):
         load(tmp_path)
 
 

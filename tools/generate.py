@@ -1,8 +1,8 @@
 """All that repeats what the schemes say of themselves: `python -m tools.generate` writes it, and a test compares.
 
 The stub isopos/__init__.pyi, docs/schemes.md, and what stands between marks in README.md, docs/guide.md, CONTRIBUTING.md
-(the examples of tests/extension), docs/audit.md (its checks, and faults and models of tests/faults.py), docs/performance.md
-and docs/results/README.md (what their tables say).
+(the examples of tests/extension), docs/audit.md (its checks, and faults and models of tests/faults.py), docs/transformers.md
+(models of tests/families.py), docs/performance.md and docs/results/README.md (what their tables say).
 """
 
 import re
@@ -43,6 +43,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     results = {"folders": results_page.folders(shown), "findings": results_page.findings(shown)}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
+    yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md
 
 
@@ -70,6 +71,13 @@ def _stub() -> Iterator[str]:
 def _options() -> str:
     rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in values), OPTIONS[name]) for name, values in choices_of().items()]
     return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
+
+
+def _families() -> str:
+    """Models of transformers that are served."""
+    known = runpy.run_path(str(ROOT / "tests" / "families.py"))["FAMILIES"].values()
+    rows = [(family.title, family.kind, f"none: {family.only}" if family.only else "all") for family in known]
+    return f"\n{markdown(('model', 'positions', 'schemes other than rotations'), rows)}\n"
 
 
 def _audit() -> dict[str, str]:

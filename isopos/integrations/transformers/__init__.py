@@ -2,8 +2,8 @@
 
 `patch`, `unpatch`, `patched` and `load` put a scheme into a model of theirs, and `rotary_scheme` is the one that it has.
 `IsoposForCausalLM` is a model of ours, which their Auto classes know, and `from_decoder` makes it of a trained
-`isopos.Decoder`. `convert_layout` and `absorb` are the functions of `isopos.nn` for a whole checkpoint. The first use of a name
-imports transformers, which takes seconds, and makes our attention and our model known to it.
+`isopos.Decoder`. `convert_layout` and `absorb` are the functions of `isopos.nn` for a whole checkpoint. The first use of a
+name imports transformers, which takes seconds, and makes our attention and our model known to it.
 """
 
 import importlib

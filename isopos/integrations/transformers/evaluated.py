@@ -62,9 +62,9 @@ class Evaluated:
     """A scheme at the positions of one forward pass, whose layers ask it for the arguments of their attention.
 
     Layers whose keys have the same positions share them. Where gradients are computed, the arguments for keys that are where
-    queries are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them again.
-    What a layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives the pass
-    and its graph, since only the model's own arguments hold this.
+    queries are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them
+    again. What a layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives
+    the pass and its graph, since only the model's own arguments hold this.
 
     Args:
         scheme: Of all layers.
@@ -81,7 +81,13 @@ class Evaluated:
             self.kept.append(self._evaluate(_kind(like)))
 
     def __call__(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Arguments]:
-        """Keys ``[b h s d]`` without digits, and the arguments for them and queries ``[b h t d]`` with a mask ``[b 1 t s]``."""
+        """Keys without digits, and arguments for them.
+
+        Args:
+            query: ``[b h t d]``.
+            key: ``[b h s d]``, or ``[b h s d + n]`` of a cache.
+            mask: ``[b 1 t s]``.
+        """
         features, written = query.shape[-1], key[:, 0, :, query.shape[-1] :]
         if self.digits is None or not written.shape[-1]:  # no cache
             return key, self._at(_kind(query))

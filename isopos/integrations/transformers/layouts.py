@@ -14,11 +14,10 @@ from isopos.integrations.transformers.rotary import (
     Unrotated,
     is_rotation,
     measured,
-    rotary_modules,
     rotations,
 )
 from isopos.integrations.transformers.saving import ENTRY
-from isopos.integrations.transformers.structures import head_dim, text_part
+from isopos.integrations.transformers.structures import head_dim, rotary_module, text_part
 from isopos.nn import checkpoint
 from isopos.scheme import Scheme
 
@@ -106,7 +105,7 @@ def _rotary(model: Any) -> tuple[Any, Tables]:
     found = text_part(model).modules() if hasattr(model, "base_model") else ()
     rotary = next((module for module in found if isinstance(module, Angles | Unrotated)), None)
     if rotary is None and found:
-        rotary = next((module for _, _, module in rotary_modules(text_part(model))), None)
+        rotary = (rotary_module(model) or (None,))[-1]
     tables = None if rotary is None else getattr(rotary, "tables", None) or measured(rotary)
     if rotary is None or tables is None or tables.columns != 1 or not tables.halves:
         raise ValueError(f"model: expected a decoder whose code rotates pairs (i, i + d/2), got {type(model).__name__}")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isopos.audit import declared
-from isopos.integrations.transformers.rotary import Angles, Tables, measured, rotary_modules
-from isopos.integrations.transformers.structures import head_dim, text_part
+from isopos.integrations.transformers.rotary import Angles, Tables, measured
+from isopos.integrations.transformers.structures import head_dim, rotary_module
 from isopos.scheme import Scheme
 from isopos.schemes import REGISTRY
 
@@ -38,10 +38,10 @@ def rotary_scheme(model: Any) -> Any:
         >>> rotary_scheme(GPTNeoXModel(GPTNeoXConfig())).origin  # doctest: +SKIP
         ('rope', {'head_dim': 64, 'base': 10000, 'rotary_dim': 16, 'layout': 'half', 'attention': 'softmax'})
     """
-    found = [*rotary_modules(text_part(model))]
-    if len(found) != 1:
-        raise ValueError(f"model: expected one with one rotary module, got {type(model).__name__}, which has {len(found)}")
-    owner, _, old = found[0]
+    found = rotary_module(model)
+    if found is None:
+        raise ValueError(f"model: expected one with a rotary module, got {type(model).__name__}, which has none")
+    owner, _, old = found
     tables, config = measured(old), owner.config
     parameters = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     if tables.layer_types:

@@ -32,8 +32,8 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> 
     all keys at each step. A forward evaluates either once, for all layers. Layers without positions stay without.
 
     Learned vectors of positions (GPT-2, BERT, ViT) become zeros, or the vectors that the scheme adds. ViT's patches are on a
-    grid from (1, 1) on, for any size of image, or row by row on a line, and its class token is at the origin. RoFormer, whose
-    code has no other attention, takes what rotates pairs; so do attention over patches, and Falcon, which also takes a decay.
+    grid from (1, 1) on, for any size of image, or row by row on a line, and its class token is at the origin. RoFormer and
+    Falcon, whose code has no other attention, and attention over patches take what rotates pairs. Falcon takes a decay, too.
 
     The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
     its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
@@ -50,9 +50,9 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> 
     Raises:
         ImportError: For transformers before version 5.
         TypeError: For what is no model of transformers, or no scheme.
-        ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it cannot
-            take: one of linear attention, of positions that the model does not have, that lifts or widens heads, that adds
-            to embeddings where the model adds none, that the model's attention cannot compute, or that has another
+        ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it
+            cannot take: one of linear attention, of positions that the model does not have, that lifts or widens heads,
+            that adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
             fingerprint than the configuration says. The model is as it was.
 
     Examples:

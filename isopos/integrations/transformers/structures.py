@@ -31,7 +31,7 @@ from isopos.integrations.transformers.rotary import Angles, Unrotated, is_rotati
 from isopos.positions import grid, sequence
 from isopos.scheme import Scheme
 
-__all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each", "head_dim", "text_part"]
+__all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each", "head_dim", "rotary_module", "text_part"]
 
 ABSENT = ...  # one object, also in copies
 OWN = "isopos"
@@ -80,6 +80,19 @@ def text_part(model: Any) -> Any:
     return getattr(model.base_model, "language_model", model.base_model)
 
 
+def rotary_module(model: Any) -> tuple[Any, str, Any] | None:
+    """The parent of a model's rotary module, its name there, and the module; None where it has none.
+
+    Raises:
+        ValueError: For a model with several.
+    """
+    found = [*rotary_modules(text_part(model))] or [*rotary_modules(model)]  # the base of DINOv3's model has none
+    if len(found) > 1:
+        names = ", ".join(f"{type(owner).__name__}.{name}" for owner, name, _ in found)
+        raise ValueError(f"model: expected one rotary module for all layers, got {names}; patch the part that has one")
+    return found[0] if found else None
+
+
 def each(scheme: Any) -> dict[str, Scheme]:
     """Schemes by the type of their layers; by an empty name where all layers have one."""
     return dict(scheme.items()) if isinstance(scheme, Mapping | nn.ModuleDict) else {"": scheme}
@@ -98,16 +111,12 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
     """
     part = text_part(model)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError("model: expected one stack of layers, got an encoder and a decoder, of which keys are of two kinds")
-    rotary, config = [*rotary_modules(part)], configs[id(part.config)]
-    if len(rotary) > 1:
-        names = ", ".join(f"{type(owner).__name__}.{name}" for owner, name, _ in rotary)
-        raise ValueError(
-            f"model: expected one rotary module for all layers, got several: {names}; patch the part that has one"
-        )
-    if rotary:
-        owner, name, old = rotary[0]
+        raise ValueError("model: expected one stack of layers, got an encoder and a decoder, whose keys are of two kinds")
+    rotary = rotary_module(model)
+    if rotary is not None:
+        owner, name, old = rotary
         return _rotary(owner, name, old, configs[id(owner.config)], scheme)
+    config = configs[id(part.config)]
     if not isinstance(scheme, Scheme):
         raise ValueError(
             "scheme: expected one for all layers, since the model has no frequencies by layer type, got several"
@@ -177,7 +186,8 @@ def _through_attention(
         some[None] = Scheme(Identity(first.encoding.features, first.group), 1, attention="softmax")
     own = partial(_of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
     hooks = [
-        Hook(layer, partial(_of_layer, name=name, cache=_cache_name(layer))) for layer, name in zip(layers, names, strict=True)
+        Hook(layer, partial(_of_layer, name=name, cache=_cache_name(layer)))
+        for layer, name in zip(layers, names, strict=True)
     ]
     return [Change(owner, OWN, (some,)), Hook(owner, own), *hooks, Change(config, "_attn_implementation", ATTENTION)]
 
