@@ -95,7 +95,7 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
     cls = known[type(config)] if known is not None else cls or saving.class_named(config.architectures[0], config)
     ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), saving.VALUES]  # the scheme has them, whom no class knows
     silent = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": cls.__module__})
-    found: Any = silent.from_pretrained(folder, **options)
+    found: Any = silent.from_pretrained(folder, **{"attn_implementation": None} | options)  # ours is in no class's own list
     model = found[0] if isinstance(found, tuple) else found
     model.__class__ = cls
     patch(model)
