@@ -132,18 +132,18 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
             raise TypeError(f"scheme: expected an isopos.Scheme, got {type(one).__name__}; isopos.rope(...) is one")
     if entry is not None:
         saving.expect_same(scheme, entry)
-    old, config = model.config, copy.deepcopy(model.config)
-    if config._attn_implementation == attention.ATTENTION:  # as it was saved
-        config._attn_implementation = model.get_correct_attn_implementation(None)
-    parts = [name for name in old.sub_configs if getattr(old, name, None) is not None]
-    configs = {id(old): config} | {id(getattr(old, name)): getattr(config, name) for name in parts}
+    having = [(module, vars(module)["config"]) for module in model.modules() if "config" in vars(module)]
+    memo: dict[int, Any] = {}  # what configurations share, their copies share
+    configs = {id(config): copy.deepcopy(config, memo) for _, config in having}
+    for config in configs.values():
+        if getattr(config, "_attn_implementation", None) == attention.ATTENTION:  # as it was saved
+            config._attn_implementation = model.get_correct_attn_implementation(None)
     changes = structures.changes(model, scheme, configs)
-    saving.tell(config, scheme)
+    saving.tell(configs[id(model.config)], scheme)
     for change in changes:
         if isinstance(change, Change) and isinstance(change.value, nn.Module):
             change.value.train(model.training).to(model.device)
-    having = [(module, id(vars(module)["config"])) for module in model.modules() if "config" in vars(module)]
-    own = [Change(module, "config", configs[known]) for module, known in having if known in configs]
+    own = [Change(module, "config", configs[id(config)]) for module, config in having]
     return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme))]
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,21 +114,29 @@ def tell(config: Any, scheme: Schemes) -> None:
 
 
 def load_values(model: Any, names: Sequence[str]) -> None:
-    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from."""
+    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from.
+
+    Files may have other names for the parts of a model around the scheme.
+    """
     if not names:
         return
     from safetensors import safe_open
 
-    state, missing = model.state_dict(), set(names)
+    state, missing = model.state_dict(), {_of_scheme(name): name for name in names}
     for path in sorted(Path(model.name_or_path).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
-                for name in [n for n in missing if f".{key}".endswith(f".{n}") or f".{n}".endswith(f".{key}")]:
+                if (name := missing.pop(_of_scheme(key), None)) is not None:
                     with torch.no_grad():
                         state[name].copy_(file.get_tensor(key))
-                    missing.discard(name)
     if missing:
         raise ValueError(
             f"model: expected a folder with what its scheme has learned, {min(missing)}, got {model.name_or_path!r}; "
             "load it from where it was saved"
         )
+
+
+def _of_scheme(name: str) -> str:
+    """A name of a model's state from its scheme on; empty for one of something else."""
+    found = re.search(VALUES, name)
+    return "" if found is None else name[found.start() :].removeprefix(".")

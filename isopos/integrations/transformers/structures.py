@@ -147,7 +147,7 @@ def _added_tables(part: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any) -> Changes:
-    """Of a model that rotates queries and keys by the cosines and sines of one module."""
+    """Changes of a model that rotates queries and keys by the cosines and sines of one module."""
     tables, schemes = measured(old), each(scheme)
     if isinstance(scheme, Mapping) and {*scheme} != {*tables.layer_types}:
         known = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
@@ -168,21 +168,17 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any) -> Change
             "scheme: expected one that rotates pairs of features, all heads alike, since the model's attention over patches "
             "gets no mask that ours could have, got another"
         )
-    kinds = dict.fromkeys(tables.layer_types) if isinstance(scheme, Mapping) else {}
-    hooks = _through_attention(owner, config, schemes, bool(kinds), tables.columns, rotary=True)
+    hooks = _through_attention(owner, config, scheme, tables.columns, rotary=True)
     return [Change(owner, name, Unrotated(module, tables)), *hooks]
 
 
-def _through_attention(
-    owner: Any, config: Any, schemes: dict[str, Scheme], by_type: bool, columns: int, *, rotary: bool
-) -> Changes:
-    """Schemes for our attention in all layers of a decoder or an encoder, which get them with the model's own arguments."""
-    layers = _attention_layers(owner)
-    types = config.layer_types if by_type else None
+def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool) -> Changes:
+    """Changes that give a scheme to our attention in all layers, among the model's own arguments."""
+    layers, types = _attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
     names = [None if rotary and not _rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]
-    some: dict[str | None, Scheme] = {**schemes}
+    some: dict[str | None, Scheme] = {**each(scheme)}
     if None in names:  # layers without positions stay so
-        first = next(iter(schemes.values()))
+        first = next(iter(some.values()))
         some[None] = Scheme(Identity(first.encoding.features, first.group), 1, attention="softmax")
     own = partial(_of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
     hooks = [
@@ -193,7 +189,7 @@ def _through_attention(
 
 
 def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme) -> Changes:
-    """Of GPT-2 and its like, whose vectors of positions give way to the scheme's own, or to none."""
+    """Changes of GPT-2 and its like: the scheme's vectors, or zeros, replace the model's vectors of positions."""
     if getattr(config, "add_cross_attention", False):
         raise ValueError("model: expected a decoder by itself, got one with cross-attention (add_cross_attention)")
     _check(scheme, head_dim(config), _heads(config))
@@ -201,11 +197,11 @@ def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme) -> Ch
     replaced = Change(owner, name, Absolute(scheme, table.weight))
     if _is_nothing(scheme):
         return [replaced]
-    return [replaced, *_through_attention(owner, config, {"": scheme}, False, 1, rotary=False)]
+    return [replaced, *_through_attention(owner, config, scheme, 1, rotary=False)]
 
 
 def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
-    """Of BERT and its like, whose embeddings are a part of their own and do not see the positions that layers get."""
+    """Changes of BERT and its like, whose embeddings are a module of their own and are called without its layers."""
     if getattr(config, "is_decoder", False):
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     embeddings = part.embeddings
@@ -221,7 +217,7 @@ def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
 
 
 def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
-    """Of RoFormer, whose code knows no other attention than its own."""
+    """Changes of RoFormer, whose layers have their own attention."""
     _check(scheme, head_dim(config), _heads(config))
     _refuse_embedding(scheme)
     if not is_rotation(scheme):
@@ -230,7 +226,7 @@ def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
 
 
 def _patches(part: Any, config: Any, scheme: Scheme) -> Changes:
-    """Of ViT, whose vectors of positions become zeros; its patches are on a grid, or row by row on a line."""
+    """Changes of ViT, whose vectors of positions become zeros. Its patches are on a grid, or row by row on a line."""
     old = part.embeddings.position_embeddings
     _check(scheme, head_dim(config), _heads(config), class_tokens=1, columns=(1, 2))
     _refuse_embedding(scheme)
