@@ -46,7 +46,7 @@ def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[st
     rotary, tables = _rotary(model)
     if isinstance(rotary, Unrotated):
         raise ValueError("model: expected one whose own code rotates, got a scheme that goes through an attention of isopos")
-    width = _width(tables, rotary.scheme if isinstance(rotary, Angles) else None)
+    width = _width(tables, getattr(rotary, "scheme", None))
     state = dict(model.state_dict())
     for name in {name for name, _ in _rows(model, state)}:
         state[name] = state[name].clone()
@@ -73,7 +73,8 @@ def absorb(model: Any) -> Any:
         raise ValueError("model: expected one with a scheme of isopos, got one without; patch(model, scheme) first")
     state = dict(model.state_dict(keep_vars=True))
     found = [rows for _, rows in _rows(model, state)]
-    scheme, new = rotary.scheme, []
+    scheme: Scheme = rotary.scheme  # pyright: ignore[reportAssignmentType]
+    new = []
     if any(rows.ndim == 1 for rows in found):
         raise ValueError(
             "model: expected projections straight ahead of the scheme, got norms of queries and keys between them"

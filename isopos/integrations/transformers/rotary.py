@@ -94,7 +94,7 @@ class Angles(nn.Module):
         """Tables at positions for features x, or for the patches of images x."""
         parts = tables(of_type(self.scheme, layer_type), self.tables.positions(x, position_ids), x.dtype)
         table = parts[0] if self.tables.flexible else torch.cat(parts, -2)[..., : self.tables.pairs, :]
-        return self.tables.made(*table.unbind(-1), x.dtype)
+        return self.tables.made(table[..., 0], table[..., 1], x.dtype)
 
 
 class Unrotated(nn.Module):
@@ -107,7 +107,7 @@ class Unrotated(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Tables of angle 0."""
         shape = (*self.tables.positions(x, position_ids).shape[:-1], self.tables.pairs)
-        return self.tables.made(*(torch.full(shape, value, device=x.device) for value in (1.0, 0.0)), x.dtype)
+        return self.tables.made(torch.ones(shape, device=x.device), torch.zeros(shape, device=x.device), x.dtype)
 
 
 def of_type(scheme: nn.Module, layer_type: str | None) -> Any:

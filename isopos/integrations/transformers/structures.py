@@ -95,7 +95,7 @@ def rotary_module(model: Any) -> tuple[Any, str, Any] | None:
 
 def each(scheme: Any) -> dict[str, Scheme]:
     """Schemes by the type of their layers; by an empty name where all layers have one."""
-    return dict(scheme.items()) if isinstance(scheme, Mapping | nn.ModuleDict) else {"": scheme}
+    return dict(scheme) if isinstance(scheme, Mapping) else {"": scheme}
 
 
 def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
@@ -121,7 +121,7 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
         raise ValueError(
             "scheme: expected one for all layers, since the model has no frequencies by layer type, got several"
         )
-    inner = getattr(part, "encoder", None)
+    inner: Any = getattr(part, "encoder", None)
     if hasattr(inner, "embed_positions") and "sinusoidal" in type(inner.embed_positions).__name__.lower():
         return _sinusoids(part, config, scheme)
     found = next(_added_tables(part), None)
