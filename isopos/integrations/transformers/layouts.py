@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from isopos.encodings import InBasis, Rotary
 from isopos.integrations.transformers.patching import patch, unpatch
+from isopos.integrations.transformers.reading import head_dim, rotary_module, text_part
 from isopos.integrations.transformers.rotary import (
     Angles,
     Tables,
@@ -17,7 +18,6 @@ from isopos.integrations.transformers.rotary import (
     rotations,
 )
 from isopos.integrations.transformers.saving import ENTRY
-from isopos.integrations.transformers.structures import head_dim, rotary_module, text_part
 from isopos.nn import checkpoint
 from isopos.scheme import Scheme
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isopos.audit import declared
+from isopos.integrations.transformers.reading import head_dim, rotary_module
 from isopos.integrations.transformers.rotary import Angles, Tables, measured
-from isopos.integrations.transformers.structures import head_dim, rotary_module
 from isopos.scheme import Scheme
 from isopos.schemes import REGISTRY
 
