@@ -32,7 +32,7 @@ scheme
 schemes stream
 nn
 laws models
-audit.subject
+audit.subject audit.declared
 integrations
 audit
 testing

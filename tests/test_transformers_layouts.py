@@ -16,7 +16,7 @@ from test_transformers import (
 )
 
 import isopos
-from isopos.integrations.transformers import places
+from isopos.integrations.transformers import rotary
 from isopos.integrations.transformers.layouts import absorb, convert_layout
 from isopos.integrations.transformers.patching import patch
 
@@ -91,7 +91,7 @@ def test_a_basis_moves_into_all_projections(hf, family, heads, name):
     expected, weights = logits(model, ids), sum(parameter.numel() for parameter in model.parameters())
     assert absorb(model) is model
     close(logits(model, ids), expected)
-    assert isinstance(model.base_model.rotary_emb, places.Angles) == (heads == 1)
+    assert isinstance(model.base_model.rotary_emb, rotary.Angles) == (heads == 1)
     assert type(model.base_model.rotary_emb.scheme.encoding).__name__ == ("Partial" if name == "partial" else "Rotary")
     assert sum(parameter.numel() for parameter in model.parameters()) <= weights
 
@@ -116,5 +116,5 @@ def test_bad_input(hf):
     with pytest.raises(ValueError, match=f"got one of {HEADS} heads, several of which share a key"):
         absorb(wide)
     for call in (absorb, lambda model: convert_layout(model, to="half")):
-        with pytest.raises(ValueError, match=r"model: expected one of llama, .*, got Linear"):
+        with pytest.raises(ValueError, match=r"model: expected a decoder whose code rotates pairs .*, got Linear"):
             call(torch.nn.Linear(2, 2))

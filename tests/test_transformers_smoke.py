@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, HEAD_DIM, HEADS
 
 import isopos
 from isopos.encodings import Rotary
 from isopos.integrations.transformers import saving
 from isopos.integrations.transformers.layouts import absorb
+from isopos.integrations.transformers.native import rotary_scheme
 from isopos.integrations.transformers.patching import load, patch, unpatch
 from isopos.lengths import EXTENSIONS
 
@@ -48,6 +50,25 @@ def perturbed(scheme):
     with torch.no_grad():
         [parameter.add_(0.1 * torch.randn_like(parameter)) for parameter in scheme.parameters()]
     return scheme
+
+
+@pytest.mark.parametrize("name", ["llama4", "gemma3", "gpt2", "falcon"])
+@torch.no_grad()
+def test_a_model_is_served_by_its_structure(hf, name):
+    """Complex tables and layers without positions, frequencies by type of layers, added vectors, and its own attention."""
+    model = FAMILIES[name].make()
+    expected = logits(model)
+    if name != "gpt2":
+        assert (logits(patch(model, rotary_scheme(model))) - expected).norm() <= 1e-6 * expected.norm()
+        unpatch(model)
+    patch(model, isopos.rope(HEAD_DIM, HEADS, decay="alibi", base=100.0, attention="softmax"))
+    whole, cache, found = logits(model), None, []
+    for part in TOKENS.split([7, 1, 4], 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache, found = out.past_key_values, [*found, out.logits]
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=0, atol=1e-5)
+    assert (whole - expected).abs().max() > 1e-4
+    assert logits(unpatch(model)).equal(expected)
 
 
 @pytest.mark.parametrize("rule", [None, *RULES])
@@ -130,7 +151,9 @@ def test_a_model_of_ours_keeps_its_extension(hf, tmp_path):
         assert again(TOKENS, use_cache=False).logits.equal(decoder(TOKENS))
         again.save_pretrained(tmp_path / "again")
         assert logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")).equal(logits(again))
-    with pytest.raises(ValueError, match=r"folder: expected a patched model of llama, .*, got one of isopos"):
+    with pytest.raises(
+        ValueError, match="folder: expected a patched model, whose configuration names its scheme, got isopos"
+    ):
         load(tmp_path)
 
 

@@ -25,7 +25,7 @@ from test_transformers import (
 )
 
 import isopos
-from isopos.integrations.transformers import attention, places, saving
+from isopos.integrations.transformers import attention, embeddings, rotary, saving
 from isopos.integrations.transformers.patching import load, patch, patched, unpatch
 
 pytestmark = pytest.mark.oracles
@@ -90,7 +90,7 @@ def test_attention_is_what_is_defined_however_the_scheme_is_extended(hf, family,
     if family == "Llama" and rule != "whole":
         scheme = rope(rotary_dim=PART)
         patch(model, scheme if rule is None else scheme.extend(rule, **RULES[rule]))
-        assert isinstance(model.model.rotary_emb, places.Angles)
+        assert isinstance(model.model.rotary_emb, rotary.Angles)
         for found, expected in as_defined(model, InPairsOfTheModel(scheme), tokens()):
             close(found, expected, 1e-5)
 
@@ -162,7 +162,7 @@ def test_a_rule_for_whole_logits_cannot_come_later(model):
     with pytest.raises(ValueError, match="expected it as it was patched in, got one of whole_logits since; unpatch, and"):
         logits(model, tokens())
     patch(unpatch(model), scheme)
-    assert isinstance(model.model.rotary_emb, places.Digits)
+    assert isinstance(model.model.rotary_emb, rotary.Unrotated)
 
 
 HALF = {
@@ -243,7 +243,7 @@ def test_a_vit_without_positions_and_with_its_pixels_by_name(hf):
 
 def test_sinusoids_are_at_the_positions_that_are_given():
     old, x = torch.zeros(1, dtype=torch.float64), torch.tensor([4, 0, 300])
-    table = places.Sinusoids(rope(), old)
+    table = embeddings.Sinusoids(rope(), old)
     whole = table(torch.Size((1, 301)))
     assert table(torch.Size((1, 3)), position_ids=x).equal(whole[x])
     assert table(torch.Size((1, 5)), 7).equal(whole[7:12])

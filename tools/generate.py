@@ -2,7 +2,7 @@
 
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
-docs/performance.md and docs/results/README.md (summaries of their tables).
+docs/transformers.md (models of tests/families.py), docs/performance.md and docs/results/README.md (summaries of their tables).
 """
 
 import re
@@ -43,6 +43,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     results = {"folders": results_page.folders(tables), "findings": results_page.findings(tables)}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
+    yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md
 
 
@@ -72,6 +73,13 @@ def _options() -> str:
         (f"`{name}`", ", ".join(f"`{value}`" for value in values), OPTIONS[name]) for name, values in choices_of().items()
     ]
     return f"\n{markdown(('option', 'values', 'what it is'), rows)}\n"
+
+
+def _families() -> str:
+    """Models of transformers that are served."""
+    known = runpy.run_path(str(ROOT / "tests" / "families.py"))["FAMILIES"].values()
+    rows = [(family.title, family.kind, f"none: {family.only}" if family.only else "all") for family in known]
+    return f"\n{markdown(('model', 'positions', 'schemes other than rotations'), rows)}\n"
 
 
 def _audit() -> dict[str, str]:

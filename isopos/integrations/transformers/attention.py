@@ -1,4 +1,4 @@
-"""The attention, and the masks of the same name, for schemes that no cosines and sines of a model can express."""
+"""The attention, and the masks of the same name, for schemes that a model's own cosines and sines cannot express."""
 
 import importlib.metadata
 from typing import Any
@@ -7,11 +7,14 @@ from torch import Tensor, nn
 
 from isopos.attention import softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
-from isopos.integrations.transformers.places import ATTENTION
 
-__all__ = ["EVALUATED", "check_version", "register"]
+__all__ = ["ATTENTION", "EVALUATED", "NOT_SERVED", "check_version", "register"]
 
 LEAST = 5  # version of transformers
+ATTENTION = "isopos"
+"""The name of our attention, and of its masks."""
+NOT_SERVED = {"softcap": "logits are capped", "s_aux": "the softmax has a sink"}
+"""Arguments of a model's attention that ours does not have, and what they mean."""
 EVALUATED = "evaluated"
 """The argument of `attend` that a patched model gives it."""
 
@@ -56,14 +59,16 @@ def attend(
     evaluated: Evaluated | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention of queries ``[b h t d]`` and keys ``[b h s d]`` with what a scheme is at the positions of both.
+    """Softmax attention of queries ``[b h t d]`` and keys ``[b h s d]`` by a scheme at the positions of both.
+
+    Keys of a cache come with the digits of their positions behind them.
 
     Returns:
         ``[b t h d]``, and None where other attentions may have weights.
 
     Raises:
-        ValueError: For a model without a scheme, a layer that its encoder did not call, and where no mask came, though even
-            one that hides nothing is made.
+        ValueError: For a model without a scheme, a layer that its encoder did not call, an argument that it does not have,
+            and where no mask came, though even one that hides nothing is made.
     """
     if evaluated is None:
         raise ValueError(
@@ -76,7 +81,10 @@ def attend(
             "attention_mask: expected [b 1 t s], even where all keys are seen, got none: whoever calls this model's "
             f"attention must make its mask with config._attn_implementation={ATTENTION!r}, or padding would be seen"
         )
-    query, key, at = evaluated(query, key, attention_mask)
+    for name in NOT_SERVED:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+    key, at = evaluated(query, key, attention_mask)
     scheme = evaluated.scheme
     own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
     options: dict[str, Any] = at | own | {"attn_mask": attention_mask, "dropout": dropout}

@@ -1,35 +1,52 @@
 """What a scheme gives attention in a forward pass of a model, for all layers; and positions that are written behind keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isopos.scheme import Arguments, Scheme
 
-__all__ = ["BYTES", "Evaluated", "digits_of", "positions_of", "split"]
+__all__ = ["Evaluated", "Written", "digits_of", "positions_of"]
 
-BYTES = 4  # of a position; each is a number below 256, which every floating dtype has
+BYTES = 4  # of a coordinate; each is a number below 256, which every floating dtype has
 CACHE = "past_key_values: expected a cache that keeps keys as they are, of the same tokens in layers with one mask, got "
 
 
 def digits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions ``[b t]``, from -2^31 to 2^31 - 1, as ``[b t n]``."""
+    """Positions ``[b t c]``, coordinates from -2^31 to 2^31 - 1, as digits ``[b t n]``, 4 for each coordinate."""
     shifts = torch.arange(0, 8 * BYTES, 8, device=x.device)
-    return ((x[..., None] + 2 ** (8 * BYTES - 1) >> shifts) & 255).to(dtype)
+    return ((x[..., None] + 2 ** (8 * BYTES - 1) >> shifts) & 255).flatten(-2).to(dtype)
 
 
 def positions_of(written: Tensor) -> Tensor:
-    """The positions ``[b t 1]`` that `digits_of` wrote."""
+    """The positions ``[b t c]`` that `digits_of` wrote."""
     digits = written.to(torch.int64)
     torch._assert_async((digits == written).all(), CACHE + "rounded")  # pyright: ignore
     shifts = torch.arange(0, 8 * BYTES, 8, device=written.device)
-    return (digits << shifts).sum(-1, keepdim=True) - 2 ** (8 * BYTES - 1)
+    return (digits.unflatten(-1, (-1, BYTES)) << shifts).sum(-1) - 2 ** (8 * BYTES - 1)
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries or keys ``[b h t d]``, and the digits ``[b t n]`` behind them."""
-    return x[..., :-BYTES], x[:, 0, :, -BYTES:]
+class Written:
+    """A model's cache, which keeps the digits of positions behind the keys that a layer adds to it.
+
+    The cache thus keeps positions with the keys they belong to, whatever it does with these: beams, crops, windows, slots.
+
+    Args:
+        cache: Of the model.
+        digits: ``[b t n]`` of the tokens that are added, or ``[1 t n]`` of every sample.
+    """
+
+    def __init__(self, cache: Any, digits: Tensor):
+        self.cache, self.digits = cache, digits
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values ``[b h t d]``, and return all: keys ``[b h s d + n]`` with digits, and values."""
+        digits = self.digits.to(keys)[:, None].expand(*keys.shape[:-1], -1)
+        return self.cache.update(torch.cat((keys, digits), -1), values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 class _Kept(NamedTuple):
@@ -44,16 +61,16 @@ class _Kept(NamedTuple):
 class Evaluated:
     """A scheme at the positions of one forward pass, whose layers ask it for the arguments of their attention.
 
-    Layers whose keys have the same positions share them. Where gradients are computed, those of keys that are where queries
-    are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them again. What a
-    layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives the pass and
-    its graph, since only the model's own arguments hold this.
+    Layers whose keys have the same positions share them. Where gradients are computed, the arguments for keys that are where
+    queries are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them
+    again. What a layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives
+    the pass and its graph, since only the model's own arguments hold this.
 
     Args:
         scheme: Of all layers.
-        x: Positions of queries ``[b t c]``, or of those of every sample ``[1 t c]``.
+        x: Positions of queries ``[b t c]``, or of the queries of every sample ``[1 t c]``.
         like: A tensor of the dtype and on the device that queries are expected to have.
-        digits: What is written behind queries and keys ``[b t n]``; None where there is no cache.
+        digits: What a cache keeps behind keys ``[b t n]``; None where there is no cache.
     """
 
     def __init__(self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None):
@@ -63,15 +80,21 @@ class Evaluated:
         if torch.is_grad_enabled():
             self.kept.append(self._evaluate(_kind(like)))
 
-    def __call__(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Arguments]:
-        """Queries ``[b h t d]`` and keys ``[b h s d]`` without digits, and arguments for them with a mask ``[b 1 t s]``."""
-        if self.digits is None:
-            return query, key, self._at(_kind(query))
-        (query, _), (key, written) = split(query), split(key)
+    def __call__(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Arguments]:
+        """Keys without digits, and arguments for them.
+
+        Args:
+            query: ``[b h t d]``.
+            key: ``[b h s d]``, or ``[b h s d + n]`` of a cache.
+            mask: ``[b 1 t s]``.
+        """
+        features, written = query.shape[-1], key[:, 0, :, query.shape[-1] :]
+        if self.digits is None or not written.shape[-1]:  # no cache
+            return key, self._at(_kind(query))
         if query.shape[-2] != key.shape[-2]:
-            return query, key, self._at(_kind(query), mask, written)
+            return key[..., :features], self._at(_kind(query), mask, written)
         _expect_same(written, self.digits.to(written))
-        return query, key, self._at(_kind(query))
+        return key[..., :features], self._at(_kind(query))
 
     def _at(
         self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None

@@ -7,11 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import InBasis, Rotary
-from isopos.integrations.transformers.families import DECODERS, head_dim, is_rotation
 from isopos.integrations.transformers.patching import patch, unpatch
-from isopos.integrations.transformers.places import Angles, Digits, rotations
+from isopos.integrations.transformers.reading import head_dim, rotary_module, text_part
+from isopos.integrations.transformers.rotary import (
+    Angles,
+    Tables,
+    Unrotated,
+    is_rotation,
+    measured,
+    rotations,
+)
 from isopos.integrations.transformers.saving import ENTRY
 from isopos.nn import checkpoint
+from isopos.scheme import Scheme
 
 __all__ = ["absorb", "convert_layout"]
 
@@ -20,13 +28,13 @@ __all__ = ["absorb", "convert_layout"]
 def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[str, Tensor]:
     """The state of a decoder of transformers with all projections of queries and keys in another layout of rotated pairs.
 
-    The code of all families rotates pairs (i, i + d/2) of a head, "half"; "interleaved" ones, (2i, 2i + 1), are for code
+    The code of most decoders rotates pairs (i, i + d/2) of a head, "half". Pairs (2i, 2i + 1), "interleaved", are for code
     that rotates as the RoFormer paper does, and isopos.rope by default. Gains of norms ahead of the rotation go with their
     features. What ``to="interleaved"`` gave is converted back by loading it and ``to="half"``.
 
     Args:
-        model: Llama, Qwen 2 and 3, Mistral, Gemma or GPT-NeoX, patched with a scheme that rotates pairs or not at all; it
-            stays as it is.
+        model: A decoder whose code rotates pairs (i, i + d/2), with projections q_proj and k_proj, or query_key_value as in
+            GPT-NeoX; not patched, or with a scheme that rotates pairs. It stays as it is.
         to: The layout of the result.
 
     Returns:
@@ -35,14 +43,15 @@ def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[st
     Raises:
         ValueError: For another model, scheme or layout.
     """
-    embedding = _rotary(model)
-    if isinstance(embedding, Digits):
+    rotary, tables = _rotary(model)
+    if isinstance(rotary, Unrotated):
         raise ValueError("model: expected one whose own code rotates, got a scheme that goes through an attention of isopos")
+    width = _width(tables, getattr(rotary, "scheme", None))
     state = dict(model.state_dict())
     for name in {name for name, _ in _rows(model, state)}:
         state[name] = state[name].clone()
     for _, rows in _rows(model, state):
-        rows.copy_(_converted(rows, to, _width(model)))
+        rows.copy_(_converted(rows, to, width))
     return state
 
 
@@ -59,12 +68,13 @@ def absorb(model: Any) -> Any:
     Raises:
         ValueError: For another model or scheme; nothing is changed.
     """
-    embedding = _rotary(model)
-    if not isinstance(embedding, Angles | Digits):
+    rotary, tables = _rotary(model)
+    if not isinstance(rotary, Angles | Unrotated):
         raise ValueError("model: expected one with a scheme of isopos, got one without; patch(model, scheme) first")
     state = dict(model.state_dict(keep_vars=True))
     found = [rows for _, rows in _rows(model, state)]
-    scheme, new = embedding.scheme, []
+    scheme: Scheme = rotary.scheme  # pyright: ignore[reportAssignmentType]
+    new = []
     if any(rows.ndim == 1 for rows in found):
         raise ValueError(
             "model: expected projections straight ahead of the scheme, got norms of queries and keys between them"
@@ -82,9 +92,7 @@ def absorb(model: Any) -> Any:
         parts = [layer.weight.view_as(group[:, 0]) for layer in several]
         new.append(torch.stack(parts, 1).flatten(0, 1))
     if is_rotation(absorbed) and not isinstance(absorbed.encoding, InBasis):  # pairs are side by side as yet
-        first = (rotations(absorbed.encoding) or (None,))[0]
-        width = first.features if isinstance(first, Rotary) and model.config.model_type == "gpt_neox" else None
-        new = [_converted(rows, "half", width) for rows in new]
+        new = [_converted(rows, "half", _width(tables, absorbed)) for rows in new]
     for rows, changed in zip(found, new, strict=True):
         rows.copy_(changed)
     unpatch(model)
@@ -93,38 +101,59 @@ def absorb(model: Any) -> Any:
     return patch(model, absorbed)
 
 
-def _rotary(model: Any) -> Any:
-    """What makes positions in a decoder; ValueError for another model."""
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if kind not in DECODERS:
-        raise ValueError(f"model: expected one of {', '.join(DECODERS)}, got {kind}")
-    return model.base_model.rotary_emb
+def _rotary(model: Any) -> tuple[Any, Tables]:
+    """A decoder's rotary module and its tables; ValueError for another model."""
+    found = text_part(model).modules() if hasattr(model, "base_model") else ()
+    rotary = next((module for module in found if isinstance(module, Angles | Unrotated)), None)
+    if rotary is None and found:
+        rotary = (rotary_module(model) or (None,))[-1]
+    tables = None if rotary is None else getattr(rotary, "tables", None) or measured(rotary)
+    if rotary is None or tables is None or tables.columns != 1 or not tables.halves:
+        raise ValueError(f"model: expected a decoder whose code rotates pairs (i, i + d/2), got {type(model).__name__}")
+    if isinstance(getattr(rotary, "scheme", None), nn.ModuleDict):
+        raise ValueError("model: expected one scheme for all layers, got one for each type of layers")
+    _check_projections(text_part(model))
+    return rotary, tables
 
 
-def _width(model: Any) -> int | None:
-    """How many first features of a head are rotated, where not all are."""
-    if model.config.model_type != "gpt_neox":
-        return None
-    embedding = model.base_model.rotary_emb
-    if not isinstance(embedding, Angles):
-        return model.base_model.layers[0].attention.rotary_ndims
-    first = (rotations(embedding.scheme.encoding) or (None,))[0]
-    return first.features if isinstance(first, Rotary) else None
+def _width(tables: Tables, scheme: Scheme | None) -> int:
+    """How many first features of a head the model's code rotates, with a scheme or with its own angles."""
+    first = rotations(scheme.encoding) if scheme is not None and tables.flexible else None
+    return (
+        2 * tables.pairs if first is None else next((a.features for a in first if isinstance(a, Rotary)), 2 * tables.pairs)
+    )
 
 
 def _rows(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Views ``[h d ...]`` of the rows of parameters that make queries or keys, and their names; gains of norms ``[d]``."""
-    features = head_dim(model.config)
+    part = text_part(model)
+    features, within = head_dim(part.config), "" if part is model.base_model else "language_model."
     for name, tensor in state.items():
-        part = name.split(".")[-2]
-        if part in ("q_proj", "k_proj"):
+        kind = name.split(".")[-2] if within in name else None
+        if kind in ("q_proj", "k_proj") or (kind in ("q_norm", "k_norm") and len(tensor) != features):
             yield name, tensor.view(-1, features, *tensor.shape[1:])
-        elif part == "query_key_value":
+        elif kind == "query_key_value":
             own = tensor.view(-1, 3, features, *tensor.shape[1:])
             yield name, own[:, 0]
             yield name, own[:, 1]
-        elif part in ("q_norm", "k_norm"):
+        elif kind in ("q_norm", "k_norm"):
             yield name, tensor
+
+
+def _check_projections(part: Any) -> None:
+    """ValueError for a model whose queries and keys are made in another way than `_rows` knows."""
+    makers = ("q_proj", "k_proj", "query_key_value")
+    layers = [a for a in part.modules() if any(hasattr(a, name) for name in makers)]
+    known = {*makers, "v_proj", "o_proj", "dense", "q_norm", "k_norm"}
+    others = {name for layer in layers for name, child in layer.named_children() if [*child.parameters()]} - known
+    config = part.config
+    if not layers or others:
+        got = ", ".join(sorted(others)) or "none of these"
+        raise ValueError(f"model: expected projections q_proj and k_proj, or query_key_value, and q_norm, k_norm, got {got}")
+    for layer in layers:
+        joined = getattr(layer, "query_key_value", None)
+        if joined is not None and len(joined.weight) != 3 * config.num_attention_heads * head_dim(config):
+            raise ValueError("model: expected as many heads of keys as of queries in query_key_value, got fewer")
 
 
 def _converted(rows: Tensor, to: Literal["interleaved", "half"], width: int | None) -> Tensor:

@@ -1,16 +1,15 @@
 """A scheme in a model of transformers, in place of the positions that it has, and out of it again."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from isopos.integrations.transformers import attention, saving
-from isopos.integrations.transformers.families import FAMILIES, Change, Hook
-from isopos.integrations.transformers.places import ATTENTION
+from isopos.integrations.transformers import attention, saving, structures
+from isopos.integrations.transformers.structures import Change, Hook
 from isopos.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -22,19 +21,19 @@ Model = TypeVar("Model", bound="PreTrainedModel")
 CHANGES = "_isopos_changes"  # the attribute of a patched model, without its head, that knows what was there before
 
 
-def patch(model: Model, scheme: Scheme | None = None) -> Model:
+def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> Model:
     """Give a model of transformers the scheme in place of the positions it has, and return the model, changed in place.
 
     A scheme that rotates pairs of features, all heads alike, gives cosines and sines to the model's own code: keys are
     cached rotated, and sdpa, flash, flex and compilers serve as before. Which features are pairs is the model's choice,
-    whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is what a checkpoint of Llama had.
-    Every other scheme goes through an attention of ours, to which any cache that does not round gives keys as they are,
-    with their positions behind them (4 numbers a key and head); it maps all keys at each step. A forward evaluates either
-    once, for all layers.
+    whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is what a checkpoint of Llama had, and
+    `rotary_scheme` reads it from any model. Every other scheme goes through an attention of ours. Any cache that does not
+    round gives it keys as they are, with their positions behind them (4 numbers for each key, head and coordinate); it maps
+    all keys at each step. A forward evaluates either once, for all layers. Layers without positions stay without.
 
-    In BERT and ViT the absolute embeddings become zeros, or those that the scheme adds in BERT. ViT's patches are on a grid
-    from (1, 1) on, for any size of image, or row by row on a line, its class token is at the origin. RoFormer, which has no
-    place for another attention, takes what rotates pairs.
+    Learned vectors of positions (GPT-2, BERT, ViT) become zeros, or the vectors that the scheme adds. ViT's patches are on a
+    grid from (1, 1) on, for any size of image, or row by row on a line, and its class token is at the origin. RoFormer and
+    Falcon, whose code has no other attention, and attention over patches take what rotates pairs. Falcon takes a decay, too.
 
     The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
     its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
@@ -42,17 +41,19 @@ def patch(model: Model, scheme: Scheme | None = None) -> Model:
     transformers stops at an unknown attention of that name.
 
     Args:
-        model: Of a family in `FAMILIES`, with any head: Llama, Qwen 2 and 3, Mistral, Gemma, GPT-NeoX; BERT, RoFormer, ViT.
+        model: A model with a rotary module or a table of positions, with any head. A model of text and images has its text
+            patched; its part for images can be patched by itself.
         scheme: For softmax attention and the model's head size, and for one head, its heads of keys, or those of queries.
-            None is that of the configuration of a model that was loaded, whose learned values are loaded, too.
+            A mapping gives one scheme for each type of layers that has frequencies of its own. None is the scheme of the
+            configuration of a model that was loaded, whose learned values are loaded, too.
 
     Raises:
         ImportError: For transformers before version 5.
         TypeError: For what is no model of transformers, or no scheme.
-        ValueError: For a model of another family or that has a scheme already, and for a scheme that it cannot take: one
-            of linear attention, of positions that the model does not have, that lifts or widens heads, that adds to
-            embeddings where the model adds none, or that has another fingerprint than the configuration says. The model is
-            as it was.
+        ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it
+            cannot take: one of linear attention, of positions that the model does not have, that lifts or widens heads,
+            that adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
+            fingerprint than the configuration says. The model is as it was.
 
     Examples:
         >>> import isopos
@@ -88,13 +89,13 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
 
     attention.register()
     config: Any = transformers.AutoConfig.from_pretrained(folder)
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"folder: expected a patched model of {', '.join(FAMILIES)}, got one of {config.model_type}")
+    if not isinstance(getattr(config, saving.ENTRY, None), dict):
+        raise ValueError(f"folder: expected a patched model, whose configuration names its scheme, got {config.model_type}")
     known = getattr(cls, "_model_mapping", None)  # of an Auto class
-    cls = known[type(config)] if known is not None else cls or getattr(transformers, config.architectures[0])
+    cls = known[type(config)] if known is not None else cls or saving.class_named(config.architectures[0], config)
     ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), saving.VALUES]  # the scheme has them, whom no class knows
     silent = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": cls.__module__})
-    found: Any = silent.from_pretrained(folder, **options)
+    found: Any = silent.from_pretrained(folder, **{"attn_implementation": None} | options)  # ours is in no class's own list
     model = found[0] if isinstance(found, tuple) else found
     model.__class__ = cls
     patch(model)
@@ -108,7 +109,7 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, scheme: Scheme | None = None) -> Iterator[Model]:
+def patched(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> Iterator[Model]:
     """``with patched(model, scheme):`` patches the model, and unpatches it however the block ends."""
     patch(model, scheme)
     try:
@@ -126,30 +127,32 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
     """What is to be changed, after all checks."""
     if scheme is None:
         scheme = saving.rebuilt(entry)
-    if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme: expected an isopos.Scheme, got {type(scheme).__name__}; isopos.rope(...) is one")
+    for one in scheme.values() if isinstance(scheme, Mapping) else [scheme]:
+        if not isinstance(one, Scheme):
+            raise TypeError(f"scheme: expected an isopos.Scheme, got {type(one).__name__}; isopos.rope(...) is one")
     if entry is not None:
         saving.expect_same(scheme, entry)
-    old, config = model.config, copy.deepcopy(model.config)
-    if config._attn_implementation == ATTENTION:  # as it was saved
-        config._attn_implementation = model.get_correct_attn_implementation(None)
-    changes = FAMILIES[config.model_type](model.base_model, config, scheme)
-    saving.tell(config, scheme)
+    having = [(module, vars(module)["config"]) for module in model.modules() if "config" in vars(module)]
+    memo: dict[int, Any] = {}  # what configurations share, their copies share
+    configs = {id(config): copy.deepcopy(config, memo) for _, config in having}
+    for config in configs.values():
+        if getattr(config, "_attn_implementation", None) == attention.ATTENTION:  # as it was saved
+            config._attn_implementation = model.get_correct_attn_implementation(None)
+    changes = structures.changes(model, scheme, configs)
+    saving.tell(configs[id(model.config)], scheme)
     for change in changes:
         if isinstance(change, Change) and isinstance(change.value, nn.Module):
             change.value.train(model.training).to(model.device)
-    own = [Change(module, "config", config) for module in model.modules() if vars(module).get("config") is old]
+    own = [Change(module, "config", configs[id(config)]) for module, config in having]
     return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme))]
 
 
 def _check_model(model: Any) -> None:
-    """An error for what is no model of transformers 5, of no known family, or has a scheme."""
+    """An error for what is no model of transformers 5, or has a scheme."""
     attention.register()
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
-    if model.config.model_type not in FAMILIES:
-        raise ValueError(f"model: expected one of {', '.join(FAMILIES)}, got {model.config.model_type}")
     if CHANGES in vars(model.base_model):
         raise ValueError("model: expected one without a scheme of isopos, got one that has it; unpatch(model) first")

@@ -1,25 +1,36 @@
 """What a configuration of transformers says of a scheme, and what a folder holds of it."""
 
+import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isopos.integrations.transformers.places import ATTENTION
+from isopos.integrations.transformers.attention import ATTENTION
 from isopos.schemes import REGISTRY, Scheme
 from isopos.schemes.registry import resolve
 
-__all__ = ["ENTRY", "VALUES", "described", "expect_same", "load_values", "made", "rebuilt", "save", "tell"]
+__all__ = ["ENTRY", "VALUES", "class_named", "described", "expect_same", "load_values", "made", "rebuilt", "save", "tell"]
 
 ENTRY = "isopos"  # of a configuration
 VALUES = r"(^|\.)(scheme|isopos)\."
 """Names of what a scheme has learned in the state of a patched model."""
 
 
-def described(scheme: Scheme) -> dict[str, Any]:
-    """Name, options (a seed among them), extension and fingerprint; no name where no function of `REGISTRY` makes it."""
+Schemes = Scheme | Mapping[str, Scheme]
+
+
+def described(scheme: Any) -> dict[str, Any]:
+    """A scheme as a configuration has it, or such an entry for each type of layers.
+
+    An entry has the name, options (a seed among them), extension and fingerprint. The name is None where no function of
+    `REGISTRY` makes the scheme.
+    """
+    if isinstance(scheme, Mapping):
+        return {name: described(one) for name, one in scheme.items()}
     rule = scheme.extension
     found: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.arguments}
     found["fingerprint"] = scheme.fingerprint
@@ -34,10 +45,16 @@ def described(scheme: Scheme) -> dict[str, Any]:
     return found | {"scheme": name if module.startswith("isopos.") else f"{module}.{name}", "options": options}
 
 
-def rebuilt(entry: Any) -> Scheme:
-    """The scheme that a configuration describes; ValueError where none is, or where it is no longer the same."""
+def rebuilt(entry: Any) -> Any:
+    """The scheme that a configuration describes, or a scheme for each type of layers.
+
+    Raises:
+        ValueError: Where there is none, or where it is no longer the same.
+    """
     if entry is None:
         raise ValueError("scheme: expected one, since the model's configuration names none, got none; patch(model, scheme)")
+    if "fingerprint" not in entry:
+        return {name: rebuilt(one) for name, one in entry.items()}
     if entry["scheme"] is None:
         raise ValueError(
             "scheme: expected the one that the checkpoint was saved with, which has no name to find it by, got none; "
@@ -54,22 +71,39 @@ def made(name: str, options: Mapping[str, Any], extended: Mapping[str, Any] | No
     return scheme if extended is None else scheme.extend(**extended)
 
 
-def save(model: Any, scheme: Scheme, *arguments: Any, **options: Any) -> Any:
+def class_named(name: str, config: Any) -> Any:
+    """A class of transformers, which exports some of its models in their own modules alone."""
+    import transformers
+
+    home = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    return getattr(transformers, name, None) or getattr(home, name)
+
+
+def save(model: Any, scheme: Schemes, *arguments: Any, **options: Any) -> Any:
     """The ``save_pretrained`` of a patched model: of its scheme as it is now, which may have been extended meanwhile."""
     setattr(model.config, ENTRY, described(scheme))
     return type(model).save_pretrained(model, *arguments, **options)
 
 
-def expect_same(scheme: Scheme, entry: Any) -> None:
+def expect_same(scheme: Schemes, entry: Any) -> None:
     """ValueError where a scheme is another than the configuration's."""
-    if scheme.fingerprint != entry["fingerprint"]:
+    several = isinstance(scheme, Mapping)
+    if several == ("fingerprint" in entry) or (several and {*scheme} != {*entry}):
+        names = "one for all layers" if "fingerprint" in entry else f"one for each of {', '.join(entry)}"
+        raise ValueError(
+            f"scheme: expected {names}, as the checkpoint has, got another; without model.config.isopos any is taken"
+        )
+    if several:
+        for name, one in scheme.items():
+            expect_same(one, entry[name])
+    elif scheme.fingerprint != entry["fingerprint"]:
         raise ValueError(
             f"scheme: expected that of the checkpoint, {entry['scheme'] or 'one without a name'} with fingerprint "
             f"{entry['fingerprint'][:12]}, got {scheme.fingerprint[:12]}; without model.config.isopos any is taken"
         )
 
 
-def tell(config: Any, scheme: Scheme) -> None:
+def tell(config: Any, scheme: Schemes) -> None:
     """Write a scheme into a configuration.
 
     Saved ones also ask for our attention: transformers refuses a name that it does not know, so that nobody without isopos
@@ -80,21 +114,29 @@ def tell(config: Any, scheme: Scheme) -> None:
 
 
 def load_values(model: Any, names: Sequence[str]) -> None:
-    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from."""
+    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from.
+
+    Files may have other names for the parts of a model around the scheme.
+    """
     if not names:
         return
     from safetensors import safe_open
 
-    state, missing = model.state_dict(), set(names)
+    state, missing = model.state_dict(), {_of_scheme(name): name for name in names}
     for path in sorted(Path(model.name_or_path).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118
-                for name in [n for n in missing if f".{key}".endswith(f".{n}") or f".{n}".endswith(f".{key}")]:
+                if (name := missing.pop(_of_scheme(key), None)) is not None:
                     with torch.no_grad():
                         state[name].copy_(file.get_tensor(key))
-                    missing.discard(name)
     if missing:
         raise ValueError(
             f"model: expected a folder with what its scheme has learned, {min(missing)}, got {model.name_or_path!r}; "
             "load it from where it was saved"
         )
+
+
+def _of_scheme(name: str) -> str:
+    """A name of a model's state from its scheme on; empty for one of something else."""
+    found = re.search(VALUES, name)
+    return "" if found is None else name[found.start() :].removeprefix(".")

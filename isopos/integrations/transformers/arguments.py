@@ -1,0 +1,99 @@
+"""What the modules of a patched model are called with: functions for hooks ahead of them."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isopos.integrations.transformers.attention import ATTENTION, EVALUATED
+from isopos.integrations.transformers.evaluated import Evaluated, Written, digits_of
+from isopos.positions import grid, sequence
+
+__all__ = ["OWN", "of_decay", "of_features", "of_layer", "of_patches", "of_tokens", "of_words"]
+
+OWN = "isopos"
+"""The attribute of a hooked module that has its schemes, in a tuple where another module has them as submodules."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def of_tokens(
+    owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...], columns: int
+) -> Arguments:
+    """The arguments of a stack of layers, with its schemes at the positions of tokens."""
+    if owner.config._attn_implementation != ATTENTION:
+        raise ValueError(
+            f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
+            f"not know it, got {owner.config._attn_implementation!r}; unpatch(model) first"
+        )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens, x = given.get("input_ids"), given.get("position_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    if x is None:
+        cache = given.get("past_key_values")
+        x = torch.arange(tokens.shape[1], device=tokens.device) + (0 if cache is None else cache.get_seq_length())
+        x = x[None]
+    x = x[..., None] if columns == 1 else x[-3:].expand(3, *x.shape[-2:]).movedim(0, -1)  # ahead of 3 may be those of text
+    like = owner.get_input_embeddings().weight
+    digits = digits_of(x, like.dtype)
+    own = getattr(owner, OWN)[0].items()
+    made = {name: Evaluated(scheme, x, like, None if name is None else digits) for name, scheme in own}
+    return args, {**kwargs, EVALUATED: made}
+
+
+def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None, cache: str | None) -> Arguments:
+    """The arguments of a layer of attention, with the scheme of its type, and a cache that keeps positions."""
+    if not isinstance(kwargs.get(EVALUATED), dict):
+        raise ValueError(
+            f"model: expected the scheme among the arguments of {type(layer).__name__}, got none; call the model, which has "
+            "it for all layers"
+        )
+    evaluated = kwargs[EVALUATED][name]
+    kwargs = {**kwargs, EVALUATED: evaluated}
+    if cache is not None and kwargs.get(cache) is not None and evaluated.digits is not None:
+        kwargs[cache] = Written(kwargs[cache], evaluated.digits)
+    return args, kwargs
+
+
+def of_decay(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a layer that adds its mask to logits, with a scheme's decay in the mask.
+
+    Positions of keys are counted among those that some query sees.
+    """
+    mask, x, decay = kwargs["attention_mask"], kwargs["position_ids"], getattr(layer, OWN)[0].decay
+    least = torch.finfo(kwargs["position_embeddings"][0].dtype).min
+    seen = mask if mask.dtype == torch.bool else mask > least
+    y = (seen[:, 0].any(-2).cumsum(-1) - 1).clamp_min(0)
+    g_query, g_key = decay(x[..., None]), decay(y[..., None])
+    bias = (g_query[..., None] - g_key[..., None, :]).to(kwargs["position_embeddings"][0].dtype)
+    return args, {**kwargs, "attention_mask": torch.where(seen, bias, least)}
+
+
+def of_words(embeddings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of BERT's embeddings with positions and types of all tokens, which its own tables limit in number."""
+    names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values_length")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    if given.get("position_ids") is None:
+        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if given.get("token_type_ids") is None:
+        given["token_type_ids"] = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    return (), given
+
+
+def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of BERT's layers with the scheme at the positions of tokens, 0 to t - 1 unless they are given."""
+    features, given = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
+    x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
+    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features)}
+
+
+def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of a ViT with the scheme at the class token, the origin, and at patches from 1 on, on each axis."""
+    pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
+    embed, scheme = model.embeddings.patch_embeddings, getattr(model, OWN)
+    sides = [size // patch for size, patch in zip(pixels.shape[-2:], embed.patch_size, strict=True)]
+    group, device = scheme.group, pixels.device
+    patches = grid(*sides, device=device) if group.columns == 2 else sequence(math.prod(sides), device=device)
+    x = torch.cat((group.origin(1, device=device), patches + 1))[None]
+    return args, {**kwargs, EVALUATED: Evaluated(scheme, x, pixels[:0].to(embed.projection.weight.dtype))}

@@ -1,0 +1,151 @@
+"""What is read of a model of transformers: where it has positions, its sizes, and its layers of attention."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from isopos.integrations.transformers.rotary import rotary_modules
+
+__all__ = ["added_tables", "attention_layers", "biased_layers", "cache_name", "head_dim", "heads_of", "rotary_module"]
+__all__ += ["rotates", "takes", "text_part"]
+
+TABLES = ("wpe", "position_embeddings", "position_embedding")
+
+
+def text_part(model: Any) -> Any:
+    """A model without its head, and without parts for images."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def rotary_module(model: Any) -> tuple[Any, str, Any] | None:
+    """The parent of a model's rotary module, its name there, and the module; None where it has none.
+
+    Raises:
+        ValueError: For a model with several.
+    """
+    found = [*rotary_modules(text_part(model))] or [*rotary_modules(model)]  # the base of DINOv3's model has none
+    if len(found) > 1:
+        names = ", ".join(f"{type(owner).__name__}.{name}" for owner, name, _ in found)
+        raise ValueError(f"model: expected one rotary module for all layers, got {names}; patch the part that has one")
+    return found[0] if found else None
+
+
+def added_tables(part: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Tables of positions in a model or in its embeddings, with their owners and names."""
+    for owner in (part, getattr(part, "embeddings", None)):
+        for name in TABLES:
+            table = getattr(owner, name, None)
+            patches = isinstance(table, nn.Parameter) and hasattr(owner, "patch_embeddings")
+            if type(table) is nn.Embedding or patches:
+                yield owner, name, table
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head."""
+    width = getattr(config, "embed_dim", None) or config.hidden_size
+    return getattr(config, "head_dim", None) or width // heads_of(config)[0]
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """Numbers of heads of queries and of keys."""
+    heads = getattr(config, "num_attention_heads", None) or config.num_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def attention_layers(owner: nn.Module) -> list[Any]:
+    """The layers of attention that ours can serve.
+
+    Raises:
+        ValueError: With the reason, where there are none, or where a model does not pass on the arguments that ours needs.
+    """
+    expected = "scheme: expected one that rotates pairs of features, all heads alike, since "
+    found = [(name, a) for name, a in owner.named_modules() if _calls(a, "ALL_ATTENTION_FUNCTIONS")]
+    if not found:
+        raise ValueError(f"{expected}the attention of {type(owner).__name__} is its own code, not transformers' interface")
+    for name, layer in found:
+        parts = name.split(".")
+        path = [owner.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+        for module in path:
+            kinds = [a.kind for a in inspect.signature(module.forward).parameters.values()]
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and inspect.Parameter.VAR_KEYWORD not in kinds:
+                raise ValueError(f"{expected}{type(module).__name__} passes no further arguments to attention")
+        for option, reason in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has sinks")):
+            if getattr(layer, option, None) is not None:
+                raise ValueError(f"{expected}{type(layer).__name__} {reason} ({option}), which our attention does not")
+    return [layer for _, layer in found]
+
+
+def biased_layers(owner: nn.Module) -> list[Any]:
+    """The layers of attention of a model's own code that add their mask to logits, and know ALiBi."""
+    return [a for a in owner.modules() if _calls(a, "scaled_dot_product_attention", "softmax") and takes(a, "alibi")]
+
+
+def _calls(module: nn.Module, *names: str) -> bool:
+    """Whether a module's forward has a global name, or attributes of these names."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and all(name in code.co_names for name in names)
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward has an argument of this name."""
+    return name in inspect.signature(module.forward).parameters
+
+
+def cache_name(layer: nn.Module) -> str | None:
+    """The argument of a layer of attention that is its cache."""
+    return next((name for name in ("past_key_values", "layer_past") if takes(layer, name)), None)
+
+
+class _Touched(Exception):
+    """A layer of attention used the tables of positions."""
+
+
+class _Passed(Exception):
+    """A layer of attention added its keys to a cache."""
+
+
+class _Wire:
+    """Tables of positions that raise where they are used."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Touched
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _Touched
+
+
+class _End:
+    """A cache at which a layer stops."""
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Passed
+
+
+@torch.no_grad()
+def rotates(layer: Any, config: Any) -> bool:
+    """Whether a layer of attention uses the tables that it is given, by a call on one token that ends at its cache.
+
+    A layer without a cache is taken to use them.
+    """
+    cache = cache_name(layer)
+    if cache is None:
+        return True
+    weight, wire = next(layer.parameters()), _Wire()
+    x = weight.new_zeros(1, 1, config.hidden_size)
+    for tables in ((wire, wire), wire):  # real, and complex
+        try:
+            layer.forward(x, position_embeddings=tables, attention_mask=None, **{cache: _End()})
+        except _Touched:
+            return True
+        except _Passed:
+            return False
+        except (TypeError, AttributeError):  # a pair is no complex table
+            continue
+    raise ValueError(f"model: expected attention that takes position_embeddings and a cache, got {type(layer).__name__}")

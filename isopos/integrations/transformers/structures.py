@@ -1,0 +1,270 @@
+"""The structures by which models have positions, and what a scheme changes in a model of each.
+
+1. Rotary: one module makes cosines and sines for all layers. A scheme of rotations takes its place. Any other scheme goes
+   through our attention, and the module leaves features as they are.
+2. Added: a table of vectors is added to embeddings of tokens. The scheme's own vectors, or zeros, take its place, and its
+   attention is ours.
+3. Patches: the same for embeddings of the patches of an image.
+4. Sinusoids: RoFormer's layers rotate by a table of sines and cosines.
+5. Biased: attention of a model's own code that adds its mask to logits, rotary or ALiBi. A scheme's decay joins the mask.
+
+What a model has is read from its modules and from the functions that they call. Its configuration only gives sizes and the
+types of layers.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from isopos.decays import Decay
+from isopos.encodings import Encoding, Identity
+from isopos.integrations.transformers import reading
+from isopos.integrations.transformers.arguments import OWN, of_decay, of_features, of_layer, of_patches, of_tokens, of_words
+from isopos.integrations.transformers.attention import ATTENTION
+from isopos.integrations.transformers.embeddings import Absolute, Sinusoids
+from isopos.integrations.transformers.reading import head_dim, heads_of
+from isopos.integrations.transformers.rotary import Angles, Unrotated, is_rotation, measured
+from isopos.scheme import Scheme
+
+__all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each"]
+
+ABSENT = ...  # one object, also in copies
+
+
+class Change(NamedTuple):
+    """An attribute, and its value before or after; `ABSENT` for none."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def made(self) -> "Change":
+        """Make it. Returns the change that undoes it."""
+        old = getattr(self.owner, self.name, ABSENT)
+        before = Change(self.owner, self.name, ABSENT if isinstance(old, MethodType) else old)  # a class's own
+        if self.value is ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.value)
+        return before
+
+
+class Hook(NamedTuple):
+    """A function that changes a module's arguments, to be registered, or its handle, to be removed."""
+
+    owner: nn.Module
+    function: Any
+
+    def made(self) -> "Hook":
+        """Make it. Returns the change that undoes it."""
+        if callable(self.function):
+            return Hook(self.owner, self.owner.register_forward_pre_hook(self.function, with_kwargs=True))
+        self.function.remove()
+        return self
+
+
+Changes = list[Change | Hook]
+
+
+def each(scheme: Any) -> dict[str, Scheme]:
+    """Schemes by the type of their layers; by an empty name where all layers have one."""
+    return dict(scheme) if isinstance(scheme, Mapping) else {"": scheme}
+
+
+def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
+    """What a scheme changes in a model.
+
+    Args:
+        model: A model of transformers.
+        scheme: A scheme, or a mapping from types of layers.
+        configs: Copies of its configurations, by the identity of the original. The model will have the copies.
+
+    Raises:
+        ValueError: With the reason, for a model or a scheme that cannot be served. Nothing is changed.
+    """
+    part = reading.text_part(model)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError("model: expected one stack of layers, got an encoder and a decoder, whose keys are of two kinds")
+    rotary = reading.rotary_module(model)
+    if rotary is not None:
+        owner, name, old = rotary
+        return _rotary(owner, name, old, configs[id(owner.config)], scheme)
+    config = configs[id(part.config)]
+    if not isinstance(scheme, Scheme):
+        raise ValueError(
+            "scheme: expected one for all layers, since the model has no frequencies by layer type, got several"
+        )
+    encoder: Any = getattr(part, "encoder", None)
+    if hasattr(encoder, "embed_positions") and any(reading.takes(a, "sinusoidal_pos") for a in encoder.modules()):
+        return _sinusoids(part, config, scheme)
+    found = next(reading.added_tables(part), None)
+    if found is None:
+        raise ValueError(
+            "model: expected a rotary module with inverse frequencies, or a table of learned positions that is added to "
+            f"embeddings, got {type(part).__name__}, in which neither was found; isopos audit measures what it has"
+        )
+    owner, name, table = found
+    if isinstance(table, nn.Parameter):
+        return _patches(part, config, scheme)
+    return _encoder(part, config, scheme) if owner is not part else _added(owner, name, table, config, scheme)
+
+
+def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any) -> Changes:
+    """Changes of a model that rotates queries and keys by the cosines and sines of one module."""
+    tables, schemes = measured(old), each(scheme)
+    if isinstance(scheme, Mapping) and {*scheme} != {*tables.layer_types}:
+        known = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
+        raise ValueError(f"scheme: expected {known}, got {', '.join(scheme)}")
+    for one in schemes.values():
+        _check(one, head_dim(config), heads_of(config), columns=(tables.columns,), real=tables.patch is not None)
+        _refuse_embedding(one)
+    module = nn.ModuleDict(schemes) if isinstance(scheme, Mapping) else scheme
+    fixed = [Change(owner, "use_alibi", False)] if getattr(owner, "use_alibi", False) else []
+    if all(tables.take(one) for one in schemes.values()):
+        return [Change(owner, name, Angles(module, tables)), *fixed]
+    layers = reading.biased_layers(owner)
+    if layers and all(_is_decayed(one, heads_of(config)[0]) for one in schemes.values()):
+        own = [change for a in layers for change in (Change(a, OWN, (module,)), Hook(a, of_decay))]
+        return [Change(owner, name, Angles(module, tables)), *fixed, *own]
+    if tables.columns == 2:
+        raise ValueError(
+            "scheme: expected one that rotates pairs of features, all heads alike, since the model's attention over patches "
+            "gets no mask that ours could have, got another"
+        )
+    hooks = _through_attention(owner, config, scheme, tables.columns, rotary=True)
+    return [Change(owner, name, Unrotated(module, tables)), *hooks]
+
+
+def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool) -> Changes:
+    """Changes that give a scheme to our attention in all layers, among the model's own arguments."""
+    layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
+    names = [None if rotary and not reading.rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]
+    some: dict[str | None, Scheme] = {**each(scheme)}
+    if None in names:  # layers without positions stay so
+        first = next(iter(some.values()))
+        some[None] = Scheme(Identity(first.encoding.features, first.group), 1, attention="softmax")
+    own = partial(of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
+    hooks = [
+        Hook(layer, partial(of_layer, name=name, cache=reading.cache_name(layer)))
+        for layer, name in zip(layers, names, strict=True)
+    ]
+    return [Change(owner, OWN, (some,)), Hook(owner, own), *hooks, Change(config, "_attn_implementation", ATTENTION)]
+
+
+def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme) -> Changes:
+    """Changes of GPT-2 and its like: the scheme's vectors, or zeros, replace the model's vectors of positions."""
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError("model: expected a decoder by itself, got one with cross-attention (add_cross_attention)")
+    _check(scheme, head_dim(config), heads_of(config))
+    _check_embedding(scheme, table.embedding_dim)
+    replaced = Change(owner, name, Absolute(scheme, table.weight))
+    if _is_nothing(scheme):
+        return [replaced]
+    return [replaced, *_through_attention(owner, config, scheme, 1, rotary=False)]
+
+
+def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
+    """Changes of BERT and its like, whose embeddings are a module of their own and are called without its layers."""
+    if getattr(config, "is_decoder", False):
+        raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
+    embeddings = part.embeddings
+    _check(scheme, head_dim(config), heads_of(config), class_tokens=1)
+    _check_embedding(scheme, config.hidden_size)
+    zeros = Change(embeddings, "position_embeddings", Absolute(scheme, embeddings.position_embeddings.weight))
+    result: Changes = [zeros, Hook(embeddings, of_words)]
+    if _is_nothing(scheme):
+        return result
+    reading.attention_layers(part.encoder)
+    implementation = Change(config, "_attn_implementation", ATTENTION)
+    return [*result, Change(part.encoder, OWN, (scheme,)), Hook(part.encoder, of_features), implementation]
+
+
+def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
+    """Changes of RoFormer, whose layers have their own attention."""
+    _check(scheme, head_dim(config), heads_of(config))
+    _refuse_embedding(scheme)
+    if not is_rotation(scheme):
+        raise ValueError("scheme: expected one that rotates pairs of features, all heads alike, for RoFormer, got another")
+    return [Change(part.encoder, "embed_positions", Sinusoids(scheme, part.encoder.embed_positions.weight))]
+
+
+def _patches(part: Any, config: Any, scheme: Scheme) -> Changes:
+    """Changes of ViT, whose vectors of positions become zeros. Its patches are on a grid, or row by row on a line."""
+    old = part.embeddings.position_embeddings
+    _check(scheme, head_dim(config), heads_of(config), class_tokens=1, columns=(1, 2))
+    _refuse_embedding(scheme)
+    zeros = Change(part.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
+    if _is_nothing(scheme):
+        return [zeros]
+    reading.attention_layers(part)
+    implementation = Change(config, "_attn_implementation", ATTENTION)
+    return [zeros, Change(part, OWN, scheme), Hook(part, of_patches), implementation]
+
+
+# What is refused of schemes
+
+
+def _is_nothing(scheme: Scheme) -> bool:
+    """Whether attention sees no positions."""
+    return is_rotation(scheme) and scheme.encoding.is_trivial
+
+
+def _is_decayed(scheme: Scheme, heads: int) -> bool:
+    """Whether a scheme is rotations and a constant decay per head of queries."""
+    return is_rotation(scheme, with_decay=True) and isinstance(scheme.decay, Decay) and scheme.heads == heads
+
+
+def _refuse_embedding(scheme: Scheme) -> None:
+    if scheme.embedding is not None:
+        raise ValueError("scheme: expected one that acts in attention, got one that adds to embeddings of tokens")
+
+
+def _check_embedding(scheme: Scheme, features: int) -> None:
+    if scheme.embedding is not None and scheme.embedding.model_dim != features:
+        raise ValueError(f"scheme: expected an embedding of {features} features, got {scheme.embedding.model_dim}")
+
+
+KNOWN = {1: "on a line or ring, as position_ids are", 2: "on a grid of two axes", 3: "on a grid of three axes"}
+
+
+def _check(
+    scheme: Scheme,
+    features: int,
+    heads: tuple[int, int],
+    *,
+    class_tokens: int = 0,
+    columns: Sequence[int] = (1,),
+    real: bool = False,
+) -> None:
+    """ValueError for a scheme that a model with these heads of queries and of keys cannot take."""
+    encoding, group = scheme.encoding, scheme.group
+    if scheme.attention != "softmax":
+        raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
+    if scheme.phases:
+        raise ValueError(
+            "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "
+            "model's cache of keys has no place"
+        )
+    if group.columns not in columns or group.refers_to_rows:
+        known = KNOWN[columns[-1]] + ", or on a line" * (len(columns) > 1)
+        raise ValueError(f"scheme: expected positions {known}, got {group}")
+    if real and not all(leaf.real for leaf in group.leaves):
+        raise ValueError(f"scheme: expected positions that may be real numbers, such as isopos.rope_axial has, got {group}")
+    if scheme.outside > class_tokens:
+        raise ValueError(f"scheme: expected class tokens outside={class_tokens} at most, got {scheme.outside}")
+    if scheme.width != 1 or encoding.features != features:
+        raise ValueError(
+            f"scheme: expected one for the model's head size of {features}, got {encoding.features // scheme.width}"
+            + f" and projections {scheme.width} times as wide" * (scheme.width != 1)
+        )
+    if isinstance(encoding, Encoding) and encoding.out_features != features:
+        raise ValueError(
+            f"scheme: expected one that keeps the model's head size of {features}, got a lift to {encoding.out_features}"
+        )
+    if scheme.heads not in (1, *heads):
+        raise ValueError(f"scheme: expected one for {heads[0]} heads of queries or {heads[1]} of keys, got {scheme.heads}")
