@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
-from isopos.lab.tasks.task import Recipe, Task, require
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.samples import Labelled, accuracy, majority, on_line_or_tree
+from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ WORDS = "words.json"
 
 
 @dataclass(frozen=True)
-class TreeClasses(Task):
+class TreeClasses(PositionedTask):
     """A classifier of trees: nodes in preorder, one token per node.
 
     The scheme determines whether positions are those of the tree or of a line; the tokens are the same.
@@ -50,29 +51,18 @@ class TreeClasses(Task):
     counted = "trees"
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
+    groups, where = ("Line", "Tree"), "in a tree or on a line"
     metrics = accuracy("held-out trees", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of trees of at most {self.longest} nodes and {self.branches} branches."
 
-    @property
-    def fits(self) -> dict[str, object]:
-        known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
-        return {name: value for name, value in known.items() if value}
-
     def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Tree
-
-        check_group(recipe, (Line, Tree), "in a tree or on a line", length=self.longest, branches=self.branches)
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier
-
-        return build_model(recipe, Classifier, self.vocabulary or 256, self.classes or 2)
+        return self.build(recipe, "Classifier", self.vocabulary or 256, self.classes or 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
         from isopos.lab.data import treebank
@@ -95,6 +85,7 @@ class LabelledTrees(Labelled):
         most = task.longest or max(int(sizes.max(initial=1)) for sizes in every.values())
         self.rows = {split: (sizes <= most).nonzero()[0] for split, sizes in every.items()}
         self.sizes = {split: every[split][rows] for split, rows in self.rows.items()}
+        self.adopted = {"vocabulary": len(bank.words)}
         self.exact, self.least = {"classes": len(bank.classes)}, {"branches": bank.branches, "longest": most}
         left = sum(len(every[split]) - len(rows) for split, rows in self.rows.items())
         for split in ("train", "validation"):
@@ -107,9 +98,6 @@ class LabelledTrees(Labelled):
             + majority(self.labels("validation"), bank.classes)
         )
 
-    def infer(self, recipe: Recipe) -> Recipe:
-        return super().infer(recipe.edit(vocabulary=len(self.bank.words)))
-
     def labels(self, split: str) -> np.ndarray:
         return self.bank.labels(split)[self.rows[split]]
 
@@ -117,14 +105,9 @@ class LabelledTrees(Labelled):
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
         import torch
 
-        from isopos.lab.tasks.build import group_of
-        from isopos.positions import Tree, sequence
-
         chosen = self.rows[split][rows]
         tokens, nodes = zip(*(self.bank.tree(split, row) for row in chosen.tolist()), strict=True)
-        tokens, mask = padded(tokens)
-        positions = padded(nodes, -1)[0] if isinstance(group_of(recipe), Tree) else sequence(mask.shape[1])
-        return tokens, positions, mask, torch.from_numpy(self.bank.labels(split)[chosen])
+        return *on_line_or_tree(recipe, tokens, nodes.__getitem__), torch.from_numpy(self.bank.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import to_text
