@@ -59,7 +59,7 @@ def ready(data, scheme="rope", **edits):
 def read(found, split):
     """Text and class of every sample."""
     label = [found.classes[n] for n in found.labels(split)]
-    whole = [found.tokenizer.decode(found.sequence(split, n)) for n in range(len(label) * found.each)]
+    whole = [found.tokenizer.decode(found.arrays.sequence(split, n)) for n in range(len(label) * found.each)]
     return [(*whole[n * found.each : (n + 1) * found.each], one) for n, one in enumerate(label)]
 
 

@@ -81,7 +81,7 @@ class LabelledTrees(Labelled):
     def __init__(self, task: TreeClasses, bank: "TreeDataset"):
         self.task, self.bank = task, bank
         self.name, self.sha256, self.limit = bank.name, bank.arrays.sha256, task.validation_rows
-        every = {split: bank.sizes(split) for split in ("train", "validation", "test")}
+        every = {split: bank.arrays.lengths(split) for split in ("train", "validation", "test")}
         most = task.longest or max(int(sizes.max(initial=1)) for sizes in every.values())
         self.rows = {split: (sizes <= most).nonzero()[0] for split, sizes in every.items()}
         self.sizes = {split: every[split][rows] for split, rows in self.rows.items()}
