@@ -266,9 +266,7 @@ def test_words_that_are_no_utf8_are_named_with_file_and_line(tmp_path, cache):
     lines = [b"a line of words"] * 2_000
     lines[1_234] = b"caf\xe9"
     (tmp_path / "latin.txt").write_bytes(b"\n".join(lines))
-    with pytest.raises(
-        ValueError, match=r"latin.txt, line 1235: expected UTF-8, got the byte 0xe9; repair or"
-    ):
+    with pytest.raises(ValueError, match=r"latin.txt, line 1235: expected UTF-8, got the byte 0xe9; repair or"):
         load_corpus(str(tmp_path / "latin.txt"), 8, tokenizer="words")
     assert not [path for path in cache.iterdir() if path.is_dir()]
 

@@ -78,49 +78,49 @@ class LabelledTrees(Labelled):
 
     unit = "trees"
 
-    def __init__(self, task: TreeClasses, bank: "TreeDataset"):
-        self.task, self.bank = task, bank
-        self.name, self.sha256, self.limit = bank.name, bank.arrays.sha256, task.validation_rows
-        every = {split: bank.arrays.lengths(split) for split in ("train", "validation", "test")}
+    def __init__(self, task: TreeClasses, dataset: "TreeDataset"):
+        self.task, self.dataset = task, dataset
+        self.name, self.sha256, self.limit = dataset.name, dataset.arrays.sha256, task.validation_rows
+        every = {split: dataset.arrays.lengths(split) for split in ("train", "validation", "test")}
         most = task.longest or max(int(sizes.max(initial=1)) for sizes in every.values())
         self.rows = {split: (sizes <= most).nonzero()[0] for split, sizes in every.items()}
         self.sizes = {split: every[split][rows] for split, rows in self.rows.items()}
-        self.adopted = {"vocabulary": len(bank.words)}
-        self.exact, self.least = {"classes": len(bank.classes)}, {"branches": bank.branches, "longest": most}
+        self.adopted = {"vocabulary": len(dataset.words)}
+        self.exact, self.least = {"classes": len(dataset.classes)}, {"branches": dataset.branches, "longest": most}
         left = sum(len(every[split]) - len(rows) for split, rows in self.rows.items())
         for split in ("train", "validation"):
             if not len(self.rows[split]):
                 raise ValueError(f"data: expected trees for {split}, got none; {left} are larger: raise --longest")
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
         self.summary = (
-            f"{counts} trees of {len(bank.classes)} classes, {len(bank.words)} different tokens"
+            f"{counts} trees of {len(dataset.classes)} classes, {len(dataset.words)} different tokens"
             + f", {left} larger ones left out" * (left > 0)
-            + majority(self.labels("validation"), bank.classes)
+            + majority(self.labels("validation"), dataset.classes)
         )
 
     def labels(self, split: str) -> np.ndarray:
-        return self.bank.labels(split)[self.rows[split]]
+        return self.dataset.labels(split)[self.rows[split]]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
         import torch
 
         chosen = self.rows[split][rows]
-        tokens, nodes = zip(*(self.bank.tree(split, row) for row in chosen.tolist()), strict=True)
-        return *on_line_or_tree(recipe, tokens, nodes.__getitem__), torch.from_numpy(self.bank.labels(split)[chosen])
+        tokens, nodes = zip(*(self.dataset.tree(split, row) for row in chosen.tolist()), strict=True)
+        return *on_line_or_tree(recipe, tokens, nodes.__getitem__), torch.from_numpy(self.dataset.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import to_text
 
-        bank, examples = self.bank, []
+        dataset, examples = self.dataset, []
         for row, answer, guess in self.guesses(model, recipe, count):
-            tokens, nodes = bank.tree("validation", self.rows["validation"][row])
-            shown = to_text([bank.words[token] for token in tokens], nodes)
+            tokens, nodes = dataset.tree("validation", self.rows["validation"][row])
+            shown = to_text([dataset.words[token] for token in tokens], nodes)
             shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
-            examples.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
+            examples.append({"tree": shown, "class": dataset.classes[answer], "model": dataset.classes[guess]})
         return examples
 
     def save(self, folder: Path) -> None:
         from isopos.lab.runs.files import write_text
 
-        write_text(folder / WORDS, json.dumps(self.bank.words) + "\n")
+        write_text(folder / WORDS, json.dumps(self.dataset.words) + "\n")
