@@ -249,7 +249,7 @@ class _Text:
 
 
 def _cut(block: bytes, at: int, raw: bool) -> int:
-    """The place in a block where the train split ends: at a byte, or after the white space that follows it."""
+    """The offset in a block at which the train split ends: a byte, or the end of the white space that follows it."""
     if at <= 0 or at >= len(block) or raw:
         return min(max(at, 0), len(block))
     space = re.compile(rb"\s").search(block, at - 1)
@@ -265,7 +265,7 @@ def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _by_document(source: Source, names: list[str]) -> dict[str, str]:
-    """The split of each document by name; empty if the end of the text is held out instead."""
+    """The split of each document by its name; empty if documents make no splits, so that the end of the text is held out."""
     if not names:
         raise ValueError(f"data: expected text, but {source.name} is empty")
     named = {name: split for name in names if (split := _named(name))}

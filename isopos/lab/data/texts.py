@@ -56,8 +56,8 @@ def load_texts(
 
     Args:
         source: A path; empty: passages of the Python language reference with round and square brackets around some words.
-            The class says which kinds of brackets are turned around, so it depends on the order of bytes alone; for pairs
-            it says which text has turned brackets.
+            The class is the kinds of brackets that are turned around, so it depends on the order of bytes alone. For pairs
+            it is the text with the turned brackets.
         columns: The column of the text, or the two columns of a pair.
         label: The column of the class.
         tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.

@@ -13,8 +13,8 @@ __all__ = ["PositionedTask"]
 class PositionedTask(Task):
     """A task that says which positions its samples have; nothing here imports torch before a method is called."""
 
-    groups: ClassVar[tuple[str, ...]]  # classes of `isopos.positions`; Product means a grid of two axes
-    where: ClassVar[str]  # the same in words: "on a line, which text has"
+    groups: ClassVar[tuple[str, ...]] = ()  # classes of `isopos.positions`; Product means a grid of two axes
+    where: ClassVar[str] = ""  # the same in words: "on a line, which text has"
     bound: ClassVar[tuple[str, str]] = ("longest", "leaves longer ones out")
     """The field that limits the length of samples, and the effect of a smaller value."""
 
