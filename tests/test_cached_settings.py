@@ -185,7 +185,7 @@ def test_splits_are_those_of_files(folder, monkeypatch):
             (source / name / "rows.csv").write_text(part)
         found = load_texts(str(source))
         read.append(
-            {split: [found.sequence(split, n).tobytes() for n in range(len(found.labels(split)))] for split in SPLITS}
+            {split: [found.arrays.sequence(split, n).tobytes() for n in range(len(found.labels(split)))] for split in SPLITS}
         )
     first, second, third = read
     assert (first["train"], first["validation"], first["test"]) == (second["validation"], second["train"], second["test"])

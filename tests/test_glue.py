@@ -199,7 +199,7 @@ def test_samples_are_lines_and_of_pairs_the_longer_text_is_cut(tmp_path):
     assert texts == [b"A cat s\nA cat s\n", b"Two dog\nDogs ra\n", b"It rain\nIt did \n"]
     assert ", 33 cut to 16 tokens" in data.summary
     lengths = np.array([[3, 40], [40, 3], [40, 40], [40, 7], [3, 3]])
-    assert data._kept(lengths).tolist() == [[3, 11], [11, 3], [7, 7], [7, 7], [3, 3]]  # what is short leaves its room
+    assert data.fitted(lengths).tolist() == [[3, 11], [11, 3], [7, 7], [7, 7], [3, 3]]  # what is short leaves its room
 
 
 def test_figures_by_hand():

@@ -59,7 +59,7 @@ def ready(data, scheme="rope", **edits):
 def read(found, split):
     """Text and class of every sample."""
     label = [found.classes[n] for n in found.labels(split)]
-    whole = [found.tokenizer.decode(found.sequence(split, n)) for n in range(len(label) * found.each)]
+    whole = [found.tokenizer.decode(found.arrays.sequence(split, n)) for n in range(len(label) * found.each)]
     return [(*whole[n * found.each : (n + 1) * found.each], one) for n, one in enumerate(label)]
 
 
@@ -126,7 +126,7 @@ def test_the_layout_of_film_reviews(tmp_path):
     (tmp_path / "train" / "unsup" / "0_0.txt").write_text("nobody knows")
     (tmp_path / "train" / "urls_pos.txt").write_text("http://x")
     _, data = ready(tmp_path)
-    train, validation, test = (read(data.texts, split) for split in ("train", "validation", "test"))
+    train, validation, test = (read(data.dataset, split) for split in ("train", "validation", "test"))
     assert sorted(train + validation) == sorted((t, {"ab": "pos", "cde": "neg"}[c]) for t, c in rows[:60])
     assert len(test) == 20
     assert 0 < len(validation) < 20
@@ -266,8 +266,8 @@ def test_what_is_prepared_is_kept_and_a_change_is_seen(tmp_path, monkeypatch):
 def test_batches_are_cut_and_counted(tmp_path, tokenizer, pooling):
     (tmp_path / "a.csv").write_text(as_csv(samples()))
     recipe, data = ready(tmp_path / "a.csv", tokenizer=tokenizer, pooling=pooling, longest=12)
-    size = data.texts.tokenizer.size
-    assert (recipe.task.vocabulary, data.texts.tokenizer.size) == (size, size)
+    size = data.dataset.tokenizer.size
+    assert (recipe.task.vocabulary, data.dataset.tokenizer.size) == (size, size)
     seen = []
     for step in range(len(data.sizes["train"]) // 8):
         tokens, positions, mask, labels = data.batch(recipe, step)
@@ -278,9 +278,9 @@ def test_batches_are_cut_and_counted(tmp_path, tokenizer, pooling):
             seen.append((bytes(row[own][pooling == "first" :].tolist()) if tokenizer == "bytes" else None, int(label)))
     if tokenizer == "bytes":
         room = 12 - (pooling == "first")
-        known = [(text.encode()[:room], data.texts.classes.index(c)) for text, c in read(data.texts, "train")]
+        known = [(text.encode()[:room], data.dataset.classes.index(c)) for text, c in read(data.dataset, "train")]
         assert not set(seen) - set(known)
-        cut = sum(len(text.encode()) > room for split in data.sizes for text, _ in read(data.texts, split))
+        cut = sum(len(text.encode()) > room for split in data.sizes for text, _ in read(data.dataset, split))
         assert f", {cut} of them cut at 12 tokens" in data.summary
 
 
@@ -370,7 +370,7 @@ def test_a_part_of_what_is_held_out_is_spread_over_a_source_sorted_by_class(tmp_
     (tmp_path / "train.csv").write_text(as_csv(rows))
     (tmp_path / "valid.csv").write_text(as_csv(rows[:10] + rows[-10:]))
     recipe, data = ready(tmp_path)
-    assert [data.texts.labels("validation")[row] for row in data.spread("validation", 4)] == [0, 0, 1, 1]
+    assert [data.dataset.labels("validation")[row] for row in data.spread("validation", 4)] == [0, 0, 1, 1]
     assert data.score(recipe.task.model(recipe), recipe, View(limit=4)).figures["texts"] == 4
     assert [one["class"] for one in data.examples(recipe.task.model(recipe), recipe, 2)] == ["ab", "cde"]
 

@@ -214,7 +214,7 @@ def test_a_class_that_train_lacks_and_numbers_that_do_not_fit(tmp_path):
     _, data = ready(tmp_path, longest=3, batch=4)
     assert "9 + 1 + 0 trees of 2 classes, 5 different tokens, 9 larger ones left out" in data.summary
     recipe, data = ready(tmp_path, vocabulary=3)
-    assert data.bank.words == (NODE, "<unk>", "a")
+    assert data.dataset.words == (NODE, "<unk>", "a")
     assert recipe.task.vocabulary == 3
 
 
@@ -225,17 +225,17 @@ def test_batches_have_positions_of_trees_or_of_lines_and_the_same_tokens(tmp_pat
     )
     recipe, data = ready(tmp_path, scheme)
     data.save(tmp_path)
-    assert json.loads((tmp_path / "words.json").read_text()) == [NODE, "<unk>", *data.bank.words[2:]]
+    assert json.loads((tmp_path / "words.json").read_text()) == [NODE, "<unk>", *data.dataset.words[2:]]
     for step in range(3):
         tokens, at, mask, labels = data.batch(recipe, step)
-        known = {said: label for said, label in read(data.bank, "train")}
+        known = {said: label for said, label in read(data.dataset, "train")}
         for n, (row, own, label) in enumerate(zip(tokens, mask, labels, strict=True)):
-            words = [data.bank.words[token] for token in row[own]]
+            words = [data.dataset.words[token] for token in row[own]]
             if scheme == LINE:
                 assert at[:, 0].tolist() == list(range(tokens.shape[1]))
                 continue
             said = to_text(words, at[n][own].numpy())
-            assert known[said] == data.bank.classes[label]
+            assert known[said] == data.dataset.classes[label]
             assert at[n][own].tolist() == tree(said.replace("(", "( x ")).tolist() or len(words) == 1
             assert (at[n][~own] == -1).all()
 

@@ -29,7 +29,7 @@ from isopos.catalog import expect
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Writer, in_memory, key_of
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, check_tokenizer, named_split, preparing
-from isopos.lab.data.sources import Source, find_source, survey, whole_lines
+from isopos.lab.data.sources import Source, decoded, find_source, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class _Text:
     def pieces(self, split: str) -> Iterator[str]:
         """The text of a split, from which a vocabulary is learned."""
         parts = self.parts("learning the vocabulary")
-        return (_text(name, line, piece) for other, name, line, piece in parts if other == split)
+        return (decoded(name, line, piece) for other, name, line, piece in parts if other == split)
 
     def write(self, writer: Writer, tokenizer: Tokenizer) -> dict[str, Any]:
         """Write the tokens of each split; return the numbers of their bytes."""
@@ -249,7 +249,7 @@ class _Text:
 
 
 def _cut(block: bytes, at: int, raw: bool) -> int:
-    """The place in a block where the train split ends: at a byte, or after the white space that follows it."""
+    """The offset in a block at which the train split ends: a byte, or the end of the white space that follows it."""
     if at <= 0 or at >= len(block) or raw:
         return min(max(at, 0), len(block))
     space = re.compile(rb"\s").search(block, at - 1)
@@ -265,7 +265,7 @@ def _with_text(sizes: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _by_document(source: Source, names: list[str]) -> dict[str, str]:
-    """The split of each document by name; empty if the end of the text is held out instead."""
+    """The split of each document by its name; empty if documents make no splits, so that the end of the text is held out."""
     if not names:
         raise ValueError(f"data: expected text, but {source.name} is empty")
     named = {name: split for name in names if (split := _named(name))}
@@ -291,18 +291,8 @@ def _named(name: str) -> str | None:
     return named_split(name) if suffix in ("", ".txt", ".tokens", ".raw", ".csv") else None
 
 
-def _text(name: str, line: int, piece: bytes) -> str:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError as error:
-        line += piece.count(b"\n", 0, error.start)
-        raise ValueError(
-            f"data: {name}, line {line}: expected UTF-8, got the byte {piece[error.start]:#04x}; repair it, or choose bytes"
-        ) from None
-
-
 def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.ndarray:
-    text = _text(name, line, piece)
+    text = decoded(name, line, piece)
     try:
         return tokenizer.encode(text)
     except ValueError as error:

@@ -20,9 +20,9 @@ import numpy as np
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
-from isopos.lab.data.labelled import assign_splits, lines_of, row_error, two_columns
+from isopos.lab.data.labelled import assign_splits
 from isopos.lab.data.prepare import SPLITS, preparing
-from isopos.lab.data.sources import find_source
+from isopos.lab.data.sources import find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from isopos.catalog import expect
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.prepare import preparing
-from isopos.lab.data.sources import Source, find_source, whole_lines
+from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.lab.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tupl
         if path.suffix.lower() != ".tsv" or SKIPPED & {*path.parts}:
             continue
         if split := _split(path.stem):
-            for sample in _samples(file, split, SUBSETS[name], whole_lines(blocks), dropped):
+            for sample in _samples(file, split, SUBSETS[name], lines_of(file, blocks, "replace"), dropped):
                 yield split, sample
         else:
             dropped[f"the file {path.name}"] += 1
@@ -165,9 +165,8 @@ def _split(stem: str) -> str:
     return next((split for word, split in known.items() if word in words), "")
 
 
-def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], dropped: Counter[str]) -> Iterator[Sample]:
-    text = (line for block in blocks for line in block.decode(errors="replace").removesuffix("\n").split("\n"))
-    lines = ((number, line.split("\t")) for number, line in enumerate(text, 1) if line.strip())
+def _samples(file: str, split: str, subset: Subset, text: Iterable[str], dropped: Counter[str]) -> Iterator[Sample]:
+    lines = ((number, line.removesuffix("\n").split("\t")) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (1, [""]))
     names = [cell.strip() for cell in first]
     wanted = (*subset.texts, subset.label)
@@ -189,7 +188,7 @@ def _samples(file: str, split: str, subset: Subset, blocks: Iterable[bytes], dro
         try:
             yield _sample(cells, at, subset)
         except ValueError as error:
-            raise ValueError(f"data: {file}, line {number}: {error}; repair or remove the line") from None
+            raise row_error(file, number, str(error)) from None
 
 
 def _sample(cells: list[str], at: tuple[int, ...], subset: Subset) -> Sample:

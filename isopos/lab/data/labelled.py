@@ -5,44 +5,39 @@ name contains train, a tenth of all is validation and a tenth is test. Tenths ar
 rows are in one split.
 """
 
-import csv
 import hashlib
 import json
 import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from isopos.lab.data.arrays import Writer
+from isopos.lab.data.arrays import Arrays, Writer
 from isopos.lab.data.prepare import SPLITS, named_split, split_rule
-from isopos.lab.data.sources import Source
+from isopos.lab.data.sources import Source, column_index, lines_of, row_error, table_cells
 
 __all__ = [
     "LINES",
     "Classes",
+    "LabelledArrays",
     "Row",
     "assign_splits",
-    "column_index",
     "json_rows",
-    "lines_of",
-    "row_error",
     "row_splits",
     "rows",
     "similar_classes",
-    "table_cells",
     "table_rows",
-    "two_columns",
 ]
 
 TABLES = (".csv", ".tsv", ".jsonl")
 LINES = (".txt", ".ptb", ".mrg")  # files of s-expressions in a folder
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 UNLABELLED = "unsup"  # aclImdb's folder of reviews without a class
-FIELD = 1 << 24  # characters in the largest cell
 LABEL = 1000  # characters in the longest label
 
 
@@ -54,12 +49,6 @@ class Row(NamedTuple):
     file: str
     line: int
     start: int = 1  # column of the first value in the line, from 1 on, if known
-
-
-def row_error(file: str, line: int, problem: str, column: int | None = None) -> ValueError:
-    """The error for a row."""
-    at = f"line {line}" + (f", column {column}" if column is not None else "")
-    return ValueError(f"data: {file}, {at}: {problem}; repair or remove the line")
 
 
 def rows(
@@ -103,33 +92,6 @@ def rows(
         )
 
 
-def lines_of(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
-    """The lines of a document, with line ends."""
-    held, number = b"", 1
-    for block in blocks:
-        *whole, held = (held + block).split(b"\n")
-        for line in whole:
-            try:
-                yield line.decode() + "\n"
-            except UnicodeDecodeError as error:
-                raise row_error(name, number, f"expected UTF-8, got the byte {line[error.start]:#04x}") from None
-            number += 1
-
-
-def two_columns(lines: Iterable[str], source: int = 0) -> Iterator[tuple[int, list[str], int]]:
-    """Number and cells of each line that is not blank, and the index of the source among the cells.
-
-    The first line may name the columns Source and Target; otherwise `source` is the index.
-    """
-    for number, line in enumerate(lines, 1):
-        cells = line.removesuffix("\n").split("\t")
-        names = [cell.strip().lower() for cell in cells]
-        if number == 1 and sorted(names) == ["source", "target"]:
-            source = names.index("source")
-        elif line.strip():
-            yield number, cells, source
-
-
 def table_rows(
     name: str,
     lines: Iterator[str],
@@ -141,6 +103,8 @@ def table_rows(
     """Rows of a table. `bare` names the columns if the first line does not."""
     wanted, places = (*columns, label), None
     for line, cells in table_cells(name, lines):
+        if not cells:
+            continue
         if places is None:
             width, titles = len(cells), [cell.strip() for cell in cells]
             if named := not all(one.isdecimal() for one in wanted):
@@ -157,36 +121,6 @@ def table_rows(
         *values, cell_of_label = (cells[place] for place in places)
         start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if name.lower().endswith(".tsv") else 1
         yield Row(tuple(values), _label(cell_of_label, name, line), name, line, start)
-
-
-def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line that is not empty; all have as many as the first. Quotes in TSV are text."""
-    csv.field_size_limit(FIELD)
-    plain, width = name.lower().endswith(".tsv"), 0
-    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise row_error(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
-        if cells is None:
-            return
-        if cells and width not in (0, len(cells)):
-            raise row_error(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
-        if cells:
-            width = len(cells)
-            yield reader.line_num, cells
-
-
-def column_index(name: str, titles: Sequence[str], wanted: str) -> int:
-    """The index of a column; ValueError if the file does not have it."""
-    if wanted not in titles:
-        some = ", ".join(title[:40] for title in titles[:20])
-        raise ValueError(
-            f"data: {name}, line 1: expected a column {wanted}, got {some}; name those to use, by numbers from 1 on where "
-            "the first line has no names"
-        )
-    return titles.index(wanted)
 
 
 def json_rows(
@@ -320,6 +254,23 @@ def assign_splits(
 def _split_of_folder(folder: PurePosixPath) -> str | None:
     """The split that the name of a folder denotes: train, but not my-test."""
     return named_split(folder.name) if folder.name.isalpha() else None
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledArrays:
+    """Samples with a class each: arrays with the classes that `Classes` writes, and the fact `classes`, their names."""
+
+    name: str  # of the source
+    arrays: Arrays
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes."""
+        return tuple(self.arrays.facts["classes"])
+
+    def labels(self, split: str) -> np.ndarray:
+        """The class of each sample, int64."""
+        return self.arrays[f"{split}-labels"]
 
 
 class Classes:

@@ -214,7 +214,7 @@ def parse(text: str) -> tuple[list[str], list[int]]:
 
 
 def problem_of(error: "Unread") -> str:
-    """The message of an error of `parse`, without its place in the text and the remedy."""
+    """The message of an error of `parse`, without the position in the text and without the remedy."""
     return str(error).removeprefix("tree: ").replace(f" at {error.at}", "").partition(";")[0]
 
 

@@ -47,10 +47,11 @@ def named_split(name: str) -> str | None:
 
 
 def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str]:
-    """A function from the split that a row's file name denotes, and its content, to its split.
+    """A function that returns the split of a row, given the split that its file name denotes, and its content.
 
-    If a name denotes train, names make the splits; if none denotes validation, that is a tenth of train. Otherwise a tenth
-    of all rows is validation and a tenth is test. Tenths are chosen by a hash: equal rows are in one split.
+    If a file name denotes train, file names determine the splits; without a file of validation, a tenth of the train rows
+    is validation. Otherwise a tenth of all rows is validation and a tenth is test. Tenths are chosen by a hash of the
+    content, so equal rows are in one split.
     """
     names = set(named)
 

@@ -158,7 +158,7 @@ def _branches(levels: list[Level]) -> np.ndarray:
 
 
 def _tokens(levels: list[Level], sizes: np.ndarray) -> np.ndarray:
-    """The tokens of all expressions, concatenated; the place of a list follows from the sizes before it in its parent."""
+    """The tokens of all expressions, concatenated. A list begins after the arguments that precede it in its parent."""
     tokens = np.empty(int(sizes.sum()), np.uint8)
     begins, whole = np.cumsum(sizes) - sizes, sizes
     for level in levels:

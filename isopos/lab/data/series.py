@@ -14,8 +14,7 @@ import numpy as np
 
 from isopos.catalog import expect
 from isopos.deprecation import renamed
-from isopos.lab.data.labelled import column_index, lines_of, row_error, table_cells
-from isopos.lab.data.sources import find_source
+from isopos.lab.data.sources import column_index, find_source, lines_of, row_error, table_cells
 from isopos.times import seconds_since_1970
 
 __all__ = ["UNITS", "Series", "example_series", "read_series"]
@@ -89,6 +88,8 @@ def _read(
     seconds, offsets, rows, empty = list[float](), list[float](), list[list[float]](), 0
     for line, row in lines:
         cells = [cell.strip() for cell in row]
+        if not cells:
+            continue
         if not places:
             titles = [str(n) for n in range(1, len(cells) + 1)]
             bare = _moment(cells[column_index(name, titles, time or "1")], unit) if (time or "1") in titles else None

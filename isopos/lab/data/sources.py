@@ -1,4 +1,4 @@
-"""Sources of text: files, folders, archives read as streams, and Hugging Face datasets, as documents of bytes.
+"""Sources of text: files, folders, archives read as streams, and Hugging Face datasets; their documents, lines and cells.
 
 Datasets of the hub are read by `datasets`. Files are read here, so that errors name the line (docs/data.md).
 """
@@ -7,14 +7,13 @@ import bz2
 import csv
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -23,12 +22,26 @@ from typing import Any, BinaryIO
 from isopos.deprecation import renamed
 from isopos.lab.runs.files import check_plain
 
-__all__ = ["Document", "Source", "find_source", "hub_images", "survey", "whole_lines"]
+__all__ = [
+    "Document",
+    "Source",
+    "column_index",
+    "decoded",
+    "find_source",
+    "hub_images",
+    "lines_of",
+    "row_error",
+    "survey",
+    "table_cells",
+    "two_columns",
+    "whole_lines",
+]
 
 __getattr__ = renamed(__name__, {"find": "isopos.lab.data.sources.find_source"})
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 UNPACKED, RATIO = 1 << 30, 100  # a file may unpack to so many bytes, or to so many times its size
+FIELD = 1 << 24  # characters in the largest cell
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
@@ -43,16 +56,18 @@ class Source:
     """Documents that can be read repeatedly, in a fixed order."""
 
     name: str  # for readers
-    documents: Callable[[], Iterator[Document]]
+    documents: Callable[[], Iterator[Document]]  # their bytes as they are
     files: tuple[Path, ...]  # their sizes and modification times identify the text
     plain: bool = False  # whether the bytes of these files are the text
     books: bool = False  # whether documents are held out as wholes
-    tables: bool = False  # whether tables are read unchanged
+    tables: bool = False  # whether a .csv is a table, not text with a line per row
 
     def read(self, raw: bool) -> Iterator[Document]:
         """The documents: raw, or as text without byte order marks, with LF at the end of every line."""
         for name, blocks in self.documents():
-            yield name, (blocks if raw else _normal(blocks))
+            text = blocks if raw else _normal(blocks)
+            lines = not (raw or self.tables) and name.lower().endswith(".csv")
+            yield name, (_normal(_joined(_only_column(name, text))) if lines else text)
 
     def stamp(self) -> list[list[str | int]]:
         """Path, size and modification time of every file."""
@@ -87,7 +102,7 @@ def find_source(source: str, *, tables: bool = False) -> Source:
             raise ValueError(f"data: cannot read {file}: {_reason(error)}") from None
     packed = any(file.name.lower().endswith((*ARCHIVES, *PACKED, ".csv")) for file in files)
     books = path.is_file() and path.name.lower().endswith(ARCHIVES)
-    return Source(source, lambda: _read(files, tables), files, plain=not packed, books=books, tables=tables)
+    return Source(source, lambda: _read(files), files, plain=not packed, books=books, tables=tables)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -139,6 +154,74 @@ def whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(held)
 
 
+def row_error(file: str, line: int, problem: str, column: int | None = None) -> ValueError:
+    """The error for a row."""
+    at = f"line {line}" + (f", column {column}" if column is not None else "")
+    return ValueError(f"data: {file}, {at}: {problem}; repair or remove the line")
+
+
+def decoded(name: str, line: int, content: bytes, errors: str = "strict") -> str:
+    """The text of some lines of a document; `line` is the number of the first one, `errors` as for `bytes.decode`."""
+    try:
+        return content.decode(errors=errors)
+    except UnicodeDecodeError as error:
+        line += content.count(b"\n", 0, error.start)
+        raise row_error(name, line, f"expected UTF-8, got the byte {content[error.start]:#04x}") from None
+
+
+def lines_of(name: str, blocks: Iterable[bytes], errors: str = "strict") -> Iterator[str]:
+    """The lines of a document, with line ends; `errors` as for `bytes.decode`."""
+    held, number = b"", 1
+    for block in blocks:
+        *whole, held = (held + block).split(b"\n")
+        for line in whole:
+            yield decoded(name, number, line, errors) + "\n"
+            number += 1
+
+
+def two_columns(lines: Iterable[str], source: int = 0) -> Iterator[tuple[int, list[str], int]]:
+    """Number and cells of each line that is not blank, and the index of the source among the cells.
+
+    The first line may name the columns Source and Target; otherwise `source` is the index.
+    """
+    for number, line in enumerate(lines, 1):
+        cells = line.removesuffix("\n").split("\t")
+        names = [cell.strip().lower() for cell in cells]
+        if number == 1 and sorted(names) == ["source", "target"]:
+            source = names.index("source")
+        elif line.strip():
+            yield number, cells, source
+
+
+def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each row. An empty row has none; others have as many as the first. Quotes in TSV are text."""
+    csv.field_size_limit(FIELD)
+    plain, width = name.lower().endswith(".tsv"), 0
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.reader(lines, strict=True)
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise row_error(name, reader.line_num, f"expected {'TSV' if plain else 'CSV'}, got {error}") from None
+        if cells is None:
+            return
+        if cells and width not in (0, len(cells)):
+            raise row_error(name, reader.line_num, f"expected {width} columns, as the first line has, got {len(cells)}")
+        width = len(cells) or width
+        yield reader.line_num, cells
+
+
+def column_index(name: str, titles: Sequence[str], wanted: str) -> int:
+    """The index of a column; ValueError if the file does not have it."""
+    if wanted not in titles:
+        some = ", ".join(title[:40] for title in titles[:20])
+        raise ValueError(
+            f"data: {name}, line 1: expected a column {wanted}, got {some}; name those to use, by numbers from 1 on where "
+            "the first line has no names"
+        )
+    return titles.index(wanted)
+
+
 def _normal(blocks: Iterable[bytes]) -> Iterator[bytes]:
     held, started, last = b"", False, b"\n"
     for block in blocks:
@@ -164,31 +247,31 @@ def _builtin() -> Iterator[Document]:
     yield "pydoc_data.topics", iter(["\n".join(topics[name] for name in sorted(topics)).encode()])
 
 
-def _read(files: Iterable[Path], tables: bool) -> Iterator[Document]:
+def _read(files: Iterable[Path]) -> Iterator[Document]:
     for path in files:
         try:
             with path.open("rb") as stream:
                 budget = [max(UNPACKED, RATIO * path.stat().st_size)]
-                for name, blocks in _unpacked(str(path), stream, tables):
+                for name, blocks in _unpacked(str(path), stream):
                     yield name, _guarded(name, blocks, budget)
         except BROKEN as error:
             raise ValueError(f"data: cannot read {path}: {_reason(error)}") from None
 
 
-def _unpacked(name: str, stream: BinaryIO, tables: bool) -> Iterator[Document]:
+def _unpacked(name: str, stream: BinaryIO) -> Iterator[Document]:
     """The documents in a stream, by the suffix of its name; nothing is unpacked to disk."""
     name = name[: -len(".tgz")] + ".tar.gz" if name.lower().endswith(".tgz") else name
     stem, dot, suffix = name.rpartition(".")
     match dot + suffix.lower():
         case ".gz" | ".xz" | ".bz2" as packed:
             with PACKED[packed](stream) as inner:
-                yield from _unpacked(stem, inner, tables)
+                yield from _unpacked(stem, inner)
         case ".tar":
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for member in archive:
                     inner = archive.extractfile(member) if member.isfile() else None
                     if inner is not None:
-                        yield from _unpacked(f"{name}/{member.name}", inner, tables)  # pyright: ignore[reportArgumentType]
+                        yield from _unpacked(f"{name}/{member.name}", inner)  # pyright: ignore[reportArgumentType]
         case ".zip":
             with zipfile.ZipFile(stream) as archive:
                 members = sorted(archive.namelist())
@@ -199,29 +282,18 @@ def _unpacked(name: str, stream: BinaryIO, tables: bool) -> Iterator[Document]:
                 for member in members:
                     if not member.endswith("/") and not member.startswith("__MACOSX/"):
                         with archive.open(member) as inner:
-                            yield from _unpacked(f"{name}/{member}", inner, tables)  # pyright: ignore[reportArgumentType]
-        case ".csv" if not tables:
-            yield name, _joined(_rows(name, stream))
+                            yield from _unpacked(f"{name}/{member}", inner)  # pyright: ignore[reportArgumentType]
         case _:
             yield name, iter(lambda: stream.read(BLOCK), b"")
 
 
-def _rows(name: str, stream: BinaryIO) -> Iterator[str]:
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    reader = csv.reader(text, strict=True)
-    try:
-        for row in reader:
-            if len(row) > 1:
-                raise ValueError(
-                    f"data: {name}, line {reader.line_num}: expected one column of text, got {len(row)}; a file that is no "
-                    "table should not end with .csv"
-                )
-            yield row[0] if row else ""
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"data: {name}, line {reader.line_num + 1}: expected CSV in UTF-8, got {error}") from None
-    finally:
-        if not stream.closed:
-            text.detach()  # whoever opened the stream closes it
+def _only_column(name: str, blocks: Iterable[bytes]) -> Iterator[str]:
+    """The cells of a .csv with one column."""
+    for line, cells in table_cells(name, lines_of(name, blocks)):
+        if len(cells) > 1:
+            problem = f"expected one column of text, got {len(cells)}; a file that is no table should not end with .csv"
+            raise row_error(name, line, problem)
+        yield "".join(cells)
 
 
 def _joined(rows: Iterable[str]) -> Iterator[bytes]:

@@ -2,8 +2,8 @@ r"""Labelled texts or pairs of texts as memory-mapped tokens; and an example fro
 
 Example:
     >>> texts = load_texts("", tokenizer="bytes")
-    >>> texts.classes, texts.tokenizer.decode(texts.sequence("train", 0))[-9:] != ""
-    (('both as usual', 'both turned', 'round ones turned', 'square ones turned'), True)
+    >>> texts.classes, texts.each
+    (('both as usual', 'both turned', 'round ones turned', 'square ones turned'), 1)
 """
 
 import re
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isopos.deprecation import renamed
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
-from isopos.lab.data.labelled import Classes, Row, row_error, row_splits, rows
+from isopos.lab.data.arrays import Ragged, Writer, in_memory
+from isopos.lab.data.labelled import Classes, LabelledArrays, Row, row_splits, rows
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
-from isopos.lab.data.sources import find_source
+from isopos.lab.data.sources import find_source, row_error
 from isopos.lab.data.tokenizers import Tokenizer, learn
 
 if TYPE_CHECKING:
@@ -32,34 +32,15 @@ TURNED = ("both as usual", "round ones turned", "square ones turned", "both turn
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class Texts(LabelledArrays):
     """Tokens and classes of texts, and their tokenizer."""
 
-    name: str  # of the source
     tokenizer: Tokenizer
-    arrays: Arrays
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
-        return tuple(self.arrays.facts["classes"])
 
     @property
     def each(self) -> int:
-        """Texts per sample: 2 for pairs."""
+        """Texts per sample: 2 for pairs; pair n has the texts 2n and 2n + 1."""
         return self.arrays.facts["each"]
-
-    def labels(self, split: str) -> np.ndarray:
-        """The class of each sample, int64."""
-        return self.arrays[f"{split}-labels"]
-
-    def lengths(self, split: str) -> np.ndarray:
-        """Tokens of each text ``[samples each]``."""
-        return self.arrays.lengths(split).reshape(-1, self.each)
-
-    def sequence(self, split: str, n: int) -> np.ndarray:
-        """The tokens of the n-th text of a split; pair n has the texts 2n and 2n + 1."""
-        return self.arrays.sequence(split, n)
 
 
 def load_texts(
@@ -75,8 +56,8 @@ def load_texts(
 
     Args:
         source: A path; empty: passages of the Python language reference with round and square brackets around some words.
-            The class says which kinds of brackets are turned around, so it depends on the order of bytes alone; for pairs
-            it says which text has turned brackets.
+            The class is the kinds of brackets that are turned around, so it depends on the order of bytes alone. For pairs
+            it is the text with the turned brackets.
         columns: The column of the text, or the two columns of a pair.
         label: The column of the class.
         tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
@@ -99,7 +80,7 @@ def _example(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) ->
         tokenizer = learn(tokenizer, texts, vocabulary)
     split = row_splits(SPLITS)
     arrays = in_memory(lambda writer: _fill(writer, _passages(pairs), split, tokenizer, []))
-    return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", tokenizer, arrays)
+    return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", arrays, tokenizer)
 
 
 def _passages(pairs: bool) -> Iterator[Row]:
@@ -156,7 +137,7 @@ def _prepared(
         return _fill(writer, reading("writing tokens", skipped), split, tokenizer, skipped)
 
     tokenizer = preparation.tokenizer(kind, vocabulary, training, columns, label)
-    return Texts(source.name, tokenizer, preparation.arrays("texts", fill, columns, label, tokenizer.fingerprint))
+    return Texts(source.name, preparation.arrays("texts", fill, columns, label, tokenizer.fingerprint), tokenizer)
 
 
 def _fill(

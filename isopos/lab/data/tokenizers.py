@@ -25,7 +25,19 @@ import numpy as np
 
 from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
-__all__ = ["BPE", "EOS", "KINDS", "UNK", "Bytes", "Tokenizer", "Words", "learn", "load_tokenizer", "tokenizer_of"]
+__all__ = [
+    "BPE",
+    "EOS",
+    "KINDS",
+    "UNK",
+    "Bytes",
+    "Tokenizer",
+    "Words",
+    "learn",
+    "load_tokenizer",
+    "tokenizer_arguments",
+    "tokenizer_of",
+]
 
 KINDS = ("bytes", "words", "bpe")
 EOS, UNK = "<eos>", "<unk>"
@@ -208,6 +220,11 @@ class BPE(Tokenizer):
 def learn(kind: str, texts: Iterable[str], vocabulary: int | None = None) -> Tokenizer:
     """A tokenizer of that kind: bytes, or at most `vocabulary` words or pieces learned from texts."""
     return Bytes() if kind == "bytes" else {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary)
+
+
+def tokenizer_arguments(kind: str, vocabulary: int, run: Path | None) -> dict[str, Any]:
+    """The arguments `tokenizer` and `vocabulary` of functions that load texts: of a new run (0: by default), or of a run."""
+    return {"tokenizer": kind, "vocabulary": vocabulary or None} if run is None else {"tokenizer": load_tokenizer(run)}
 
 
 def tokenizer_of(run: Path) -> Tokenizer:

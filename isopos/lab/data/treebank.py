@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from isopos.deprecation import renamed
-from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
-from isopos.lab.data.labelled import LINES, Classes, Row, json_rows, lines_of, row_error, row_splits, table_rows
+from isopos.lab.data.arrays import Ragged, Writer, in_memory
+from isopos.lab.data.labelled import LINES, Classes, LabelledArrays, Row, json_rows, row_splits, table_rows
 from isopos.lab.data.labelled_trees import arities_of, problem_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
-from isopos.lab.data.sources import Source, find_source
+from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
 
 if TYPE_CHECKING:
@@ -46,16 +46,8 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TreeDataset:
+class TreeDataset(LabelledArrays):
     """Tokens, nodes and classes of trees."""
-
-    name: str  # of the source
-    arrays: Arrays
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
-        return tuple(self.arrays.facts["classes"])
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -66,14 +58,6 @@ class TreeDataset:
     def branches(self) -> int:
         """Largest number of children of a node."""
         return self.arrays.facts["branches"]
-
-    def labels(self, split: str) -> np.ndarray:
-        """The class of each tree, int64."""
-        return self.arrays[f"{split}-labels"]
-
-    def sizes(self, split: str) -> np.ndarray:
-        """Number of nodes of each tree."""
-        return self.arrays.lengths(split)
 
     def tree(self, split: str, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens ``[t]`` and nodes ``[t 2]`` of the n-th tree of a split, in preorder."""

@@ -1,12 +1,12 @@
 """A bidirectional model as RoBERTa's that predicts random tokens from themselves, to measure the cost of a step."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ __all__ = ["Bidirectional", "RandomTokens"]
 
 
 @dataclass(frozen=True)
-class Bidirectional(Task):
+class Bidirectional(PositionedTask):
     """Random tokens for a bidirectional model."""
 
     vocabulary: int = 256  # Number of different tokens.
@@ -27,27 +27,14 @@ class Bidirectional(Task):
     unit = "tokens"
     views = ()
     limits = ((("vocabulary", "length"), 1, 10**9),)
+    groups, where, bound = ("Line",), "on a line, which text has", ("length", "shortens samples")
     metrics = (Metric("loss", "loss", note="nats a token"),)
 
     def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length
 
-    @property
-    def fits(self) -> dict[str, object]:
-        return {"length": self.length, "reach": self.length}
-
-    def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line
-
-        check_group(recipe, (Line,), "on a line, which text has")
-        return ()
-
     def model(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Encoder
-
-        return build_model(recipe, Encoder, self.vocabulary)
+        return self.build(recipe, "Encoder", self.vocabulary)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "RandomTokens":
         return RandomTokens(self)

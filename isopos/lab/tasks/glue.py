@@ -13,15 +13,15 @@ from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load_glue, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
-from isopos.lab.tasks.samples import Labelled, padded
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View
+from isopos.lab.tasks.text import TextSamples, cut_longer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.arrays import Arrays
-    from isopos.models import Classifier
 
 __all__ = ["Glue", "GlueSamples"]
 
@@ -35,7 +35,7 @@ FIGURES = {
 
 
 @dataclass(frozen=True)
-class Glue(Task):
+class Glue(PositionedTask):
     """A classifier of one or two texts, each followed by a line feed; features of tokens are averaged."""
 
     data: str = ""
@@ -56,6 +56,7 @@ class Glue(Task):
     counted = "rows"
     limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
     inferred = ("subset", "vocabulary")
+    groups, where, bound = ("Line",), "on a line, which text has", ("length", "cuts texts there")
 
     @property
     def kind(self) -> Subset:
@@ -71,22 +72,13 @@ class Glue(Task):
     def loss_unit(self) -> str:
         return "nats" if self.kind.labels else "squared error"
 
-    @property
-    def fits(self) -> dict[str, object]:
-        return {"length": self.length, "reach": self.length}
-
     def setting(self, recipe: Recipe) -> str:
         begin = f"that begins with the weights of {self.start}" if self.start else "that begins with random weights"
         return f"A classifier of {self.subset or subset_of(self.data)}, {begin}."
 
     def check(self, recipe: Recipe) -> list[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line
-
         catalog.expect("subset", self.subset or subset_of(self.data), SUBSETS)
-        where = "on a line, which text has"
-        check_group(recipe, (Line,), where, length=self.length, field="length", remedy="cuts texts there")
-        self.model(recipe)
+        super().check(recipe)
         self.origin(recipe)
         return []
 
@@ -120,11 +112,8 @@ class Glue(Task):
             raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
         return alike[0]
 
-    def model(self, recipe: Recipe) -> "Classifier":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier
-
-        return build_model(recipe, Classifier, (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
+    def model(self, recipe: Recipe) -> Any:
+        return self.build(recipe, "Classifier", (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
         folder = run or self.origin(recipe)
@@ -133,72 +122,51 @@ class Glue(Task):
         return GlueSamples(self, samples, tokenizer)
 
 
-class GlueSamples(Labelled):
+class GlueSamples(TextSamples):
     """Rows of a task of GLUE."""
 
     unit = "rows"
 
     def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
-        self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
         self.kind, self.name, self.end = task.kind, task.data or "built-in phrases", tokenizer.encode("\n")
+        splits = [split for split in SPLITS if arrays.facts["rows"][split]]
+        super().__init__(task, arrays, tokenizer, len(self.kind.texts), splits)
         self.sha256 = f"{arrays.sha256[:32]}{tokenizer.fingerprint[:32]}"
-        splits, cut = [split for split in SPLITS if arrays.facts["rows"][split]], 0
-        self.exact = {"vocabulary": tokenizer.size}
-        self.kept, self.sizes = {}, {}
-        for split in splits:
-            lengths = arrays.lengths(split).reshape(-1, len(self.kind.texts))
-            self.kept[split] = kept = self._kept(lengths)
-            self.sizes[split] = kept.sum(1) + kept.shape[1] * len(self.end)
-            cut += int((kept < lengths).any(1).sum())
-        dropped = f", {cut} cut to {task.length} tokens" * (cut > 0)
+        self.exact, self.adopted = {"vocabulary": tokenizer.size}, {"subset": task.subset or subset_of(task.data)}
+        dropped = f", {self.cut} cut to {task.length} tokens" * (self.cut > 0)
         dropped += "".join(f", {count} {what} left out" for what, count in arrays.facts["left"].items())
         usual = ""
         if self.kind.labels:
-            answers = arrays["train-answers"].astype(int)
-            answer = int(np.bincount(answers).argmax())
+            answer = int(np.bincount(self.labels("train").astype(int)).argmax())
             usual = (
-                f"; without a model: always {self.kind.labels[answer]} {(arrays['validation-answers'] == answer).mean():.1%}"
+                f"; without a model: always {self.kind.labels[answer]} {(self.labels('validation') == answer).mean():.1%}"
             )
         counts = " + ".join(str(len(self.sizes[split])) for split in splits)
         self.summary = f"{counts} rows ({', '.join(splits)}){dropped}{usual}"
 
-    def _kept(self, lengths: np.ndarray) -> np.ndarray:
-        """Number of tokens of each text ``[n each]`` that are kept; in long samples the longer text is cut."""
-        room = self.task.length - lengths.shape[1] * len(self.end)
-        if lengths.shape[1] == 1:
-            return np.minimum(lengths, room)
-        first = np.minimum(lengths[:, 0], np.maximum(room - lengths[:, 1], room // 2))
-        return np.stack((first, np.minimum(lengths[:, 1], room - first)), 1)
+    def fitted(self, lengths: np.ndarray) -> np.ndarray:
+        return cut_longer(lengths, self.task.length - lengths.shape[1] * len(self.end), favoured=1)
 
-    def texts(self, split: str, row: int) -> list[np.ndarray]:
-        """The kept tokens of each text of a sample."""
-        kept = self.kept[split][row]
-        return [self.arrays.sequence(split, len(kept) * row + n)[:length] for n, length in enumerate(kept)]
+    def size(self, kept: np.ndarray) -> np.ndarray:
+        return kept.sum(1) + kept.shape[1] * len(self.end)
+
+    def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate([part for text in texts for part in (text, self.end)])]
 
     def infer(self, recipe: Recipe) -> Recipe:
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
             raise ValueError(
                 f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
             )
-        return super().infer(recipe.edit(subset=self.task.subset or subset_of(self.task.data)))
-
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save(folder)
+        return super().infer(recipe)
 
     def labels(self, split: str) -> np.ndarray:
         return self.arrays[f"{split}-answers"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, positions ``[t 1]``, mask ``[b t]`` and answers ``[b]``: labels, or scores from 0 to 1."""
-        import torch
-
-        from isopos.positions import sequence
-
-        parts = [[part for text in self.texts(split, row) for part in (text, self.end)] for row in rows]
-        tokens, mask = padded([np.concatenate(part) for part in parts])
-        answers = torch.from_numpy(self.arrays[f"{split}-answers"][rows])
-        answers = answers.long() if self.kind.labels else answers.float()
-        return tokens, sequence(mask.shape[1]), mask, answers
+        """As `TextSamples.tensors`; answers are labels, or scores from 0 to 1."""
+        *sample, answers = super().tensors(split, rows, recipe, step)
+        return *sample, answers.long() if self.kind.labels else answers.float()
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F

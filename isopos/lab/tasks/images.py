@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.deprecation import renamed
+from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
     from isopos.lab.data.images import ImageDataset
-    from isopos.models import Vision
 
 __all__ = ["ImageSamples", "Images"]
 
@@ -31,7 +31,7 @@ CROP = 8  # training images are shifted by at most 1 / CROP of a side
 
 
 @dataclass(frozen=True)
-class Images(Task):
+class Images(PositionedTask):
     """A classifier of images, and how pixels become tokens.
 
     The scheme determines whether positions are row and column of a token, or its number.
@@ -77,6 +77,7 @@ class Images(Task):
     )
     inferred = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
+    groups, where = ("Line", "Product"), "on a line or on a grid of 2 axes, which images have"
     metrics = accuracy("held-out images", "whose class is named")
 
     def setting(self, recipe: Recipe) -> str:
@@ -101,10 +102,9 @@ class Images(Task):
         return {"scale": 1.0, **known}  # tokens of pixels vary about as much
 
     def check(self, recipe: Recipe) -> list[str]:
-        from isopos.lab.tasks.build import check_group, repeated_positions
-        from isopos.positions import Line, Product
+        from isopos.lab.tasks.build import repeated_positions
 
-        scheme = check_group(recipe, (Line, Product), "on a line or on a grid of 2 axes, which images have", axes=2)
+        scheme = self.check_groups(recipe)
         require("outside", scheme.outside, "0, since these models have no class tokens", scheme.outside == 0)
         if self.mixup or self.cutmix:
             t = recipe.training
@@ -138,12 +138,9 @@ class Images(Task):
         for name, value in view.own:
             require(name, value, "pixels", value >= (name != "shift"))
 
-    def model(self, recipe: Recipe) -> "Vision":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Vision
-
+    def model(self, recipe: Recipe) -> Any:
         options = {"tokenizer": self.tokenizer, "patch": self.patch, "pooling": self.pooling}
-        return build_model(recipe, Vision, self.channels or 1, self.classes or 2, **options)
+        return self.build(recipe, "Vision", self.channels or 1, self.classes or 2, **options)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "ImageSamples":
         return ImageSamples(self, self.pictures(self.height, self.width, console))
@@ -172,6 +169,7 @@ class ImageSamples(Labelled):
         usual = int(np.bincount(pictures.labels[train]).argmax())
         share = (pictures.labels[validation] == usual).mean()
         height, width = pictures.pixels.shape[2:]
+        self.adopted = {"height": height, "width": width}
         self.summary = (
             f"{len(train)} + {len(validation)} + {len(test)} images of {height} x {width} pixels, "
             f"{'grey' if pictures.pixels.shape[1] == 1 else 'in colours'}, {len(pictures.classes)} classes"
@@ -184,10 +182,6 @@ class ImageSamples(Labelled):
         tokens = self.task.tokens(*pictures.pixels.shape[2:])
         self.pictures = pictures
         self.sizes = {split: np.full(len(rows), tokens) for split, rows in pictures.splits.items()}
-
-    def infer(self, recipe: Recipe) -> Recipe:
-        height, width = self.pictures.pixels.shape[2:]
-        return super().infer(recipe.edit(height=height, width=width))
 
     def labels(self, split: str) -> np.ndarray:
         return self.pictures.labels[self.pictures.splits[split]]

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.corpora import Corpus
-    from isopos.models import Decoder
 
 __all__ = ["Language", "Text", "TextTask", "Windows"]
 
@@ -20,7 +20,7 @@ NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
+class TextTask(PositionedTask):
     """Settings of tasks that read windows of a text."""
 
     data: str = ""
@@ -35,6 +35,7 @@ class TextTask(Task):
     unit = "tokens"
     limits = (("length", 1, 10**9), ("vocabulary", 0, 10**9), ("validation_tokens", 0, 10**15))
     inferred = ("vocabulary",)
+    groups, where, bound = ("Line",), "on a line, which text has", ("", "")  # windows are checked by a call of the model
 
     @property
     def token(self) -> str:
@@ -64,12 +65,11 @@ class TextTask(Task):
     def check(self, recipe: Recipe) -> list[str]:
         import torch
 
-        from isopos.lab.tasks.build import check_group, repeated_positions
-        from isopos.positions import Line
+        from isopos.lab.tasks.build import repeated_positions
 
         few = 0 < self.validation_tokens < self.length
         require("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
-        scheme = check_group(recipe, (Line,), "on a line, which text has")
+        scheme = self.check_groups(recipe)
         with torch.no_grad():
             small = recipe.edit(vocabulary=0)  # the scheme does not depend on it
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
@@ -78,12 +78,10 @@ class TextTask(Task):
     def corpus(self, console: "Console | None", run: Path | None) -> "Corpus":
         """The text as tokens of a new tokenizer, or of the tokenizer of a run."""
         from isopos.lab.data import corpora
-        from isopos.lab.data.tokenizers import load_tokenizer
+        from isopos.lab.data.tokenizers import tokenizer_arguments
 
-        choice: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
-        if run is not None:
-            choice = {"tokenizer": load_tokenizer(run)}
-        return corpora.load_corpus(self.data, self.length, **choice, console=console)
+        chosen = tokenizer_arguments(self.tokenizer, self.vocabulary, run)
+        return corpora.load_corpus(self.data, self.length, **chosen, console=console)
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,8 @@ class Language(TextTask):
         self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # the scheme does not depend on them
 
-    def model(self, recipe: Recipe) -> "Decoder":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Decoder
-
-        return build_model(recipe, Decoder, self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
+    def model(self, recipe: Recipe) -> Any:
+        return self.build(recipe, "Decoder", self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
     def origin(self, recipe: Recipe) -> Path | None:
         from isopos.lab.tasks.build import warm_start_recipe

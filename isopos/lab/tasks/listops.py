@@ -1,6 +1,7 @@
 """ListOps: the value of nested operations on lists of digits, from a sequence of tokens or from their tree."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,14 +12,14 @@ import numpy as np
 from isopos.lab.data import random_expressions
 from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, generate, read_expressions, to_text, tree_nodes
 from isopos.lab.data.splits import Splits
-from isopos.lab.tasks.samples import Labelled, accuracy, padded
-from isopos.lab.tasks.task import Recipe, Task, require
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.samples import Labelled, accuracy, on_line_or_tree
+from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.models import Classifier
 
 __all__ = ["Expressions", "ListOps"]
 
@@ -28,7 +29,7 @@ HELD_OUT = 2000  # largest held-out split of other random expressions; they are 
 
 
 @dataclass(frozen=True)
-class ListOps(Task):
+class ListOps(PositionedTask):
     """A classifier of expressions by their value, a digit.
 
     The scheme determines whether positions are those of a line or of the expression's tree: the children of an operator are
@@ -58,29 +59,19 @@ class ListOps(Task):
         ("expressions", 36, 10**8),
     )
     inferred = ("longest", "branches")
+    groups, where = ("Line", "Tree"), "on a line or in a tree, which expressions have"
     metrics = accuracy("held-out expressions", "whose value is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
 
-    @property
-    def fits(self) -> dict[str, object]:
-        known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
-        return {name: value for name, value in known.items() if value}
-
-    def check(self, recipe: Recipe) -> list[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Tree
-
-        where = "on a line or in a tree, which expressions have"
-        check_group(recipe, (Line, Tree), where, length=self.longest, branches=self.branches)
+    def check(self, recipe: Recipe) -> Sequence[str]:
         if self.random:
             field = next(iter(self.random))
             require(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
             least, longest = max(1, self.shortest), self.longest
             require("longest", longest, f"at least {least} tokens beside {field}, to draw no longer ones", longest >= least)
-        self.model(recipe)
-        return []
+        return super().check(recipe)
 
     @property
     def random(self) -> dict[str, int]:
@@ -88,11 +79,8 @@ class ListOps(Task):
         values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
         return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
 
-    def model(self, recipe: Recipe) -> "Classifier":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier
-
-        return build_model(recipe, Classifier, len(TOKENS), 10)
+    def model(self, recipe: Recipe) -> Any:
+        return self.build(recipe, "Classifier", len(TOKENS), 10)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Expressions":
         if self.random and not self.data:
@@ -142,16 +130,10 @@ class Expressions(Labelled):
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and answers ``[b]``."""
         import torch
 
-        from isopos.lab.tasks.build import group_of
-        from isopos.positions import Tree, sequence
-
         samples = [self.rows[split][n] for n in rows]
-        tokens, mask = padded([np.frombuffer(sample.tokens, np.uint8) for sample in samples])
-        if isinstance(group_of(recipe), Tree):
-            positions, _ = padded([tree_nodes(sample.tokens) for sample in samples], -1)
-        else:
-            positions = sequence(mask.shape[1])
-        return tokens, positions, mask, torch.tensor([sample.answer for sample in samples])
+        tokens = [np.frombuffer(sample.tokens, np.uint8) for sample in samples]
+        answers = torch.tensor([sample.answer for sample in samples])
+        return *on_line_or_tree(recipe, tokens, lambda n: tree_nodes(samples[n].tokens)), answers
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = self.rows["validation"]

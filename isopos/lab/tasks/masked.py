@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.models import Encoder
 
 __all__ = ["Masked", "MaskedText", "mask_tokens"]
 
@@ -56,12 +55,9 @@ class Masked(TextTask):
         require("mask_share", self.mask_share, "a share, above 0 and at most 1", 0 < self.mask_share <= 1)
         return super().check(recipe)
 
-    def model(self, recipe: Recipe) -> "Encoder":
+    def model(self, recipe: Recipe) -> Any:
         """An encoder; the mask is an additional token after those of the tokenizer."""
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Encoder
-
-        return build_model(recipe, Encoder, (self.vocabulary or 256) + 1, tied=self.tied)
+        return self.build(recipe, "Encoder", (self.vocabulary or 256) + 1, tied=self.tied)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "MaskedText":
         return MaskedText(self, self.corpus(console, run))

@@ -1,6 +1,5 @@
 """Pathfinder: are two dots in a picture the ends of one dashed path? From pixels on a line or on a grid."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -9,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.deprecation import renamed
+from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
-from isopos.lab.tasks.task import Recipe, Task
+from isopos.lab.tasks.task import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ GREYS = 256
 
 
 @dataclass(frozen=True)
-class Pathfinder(Task):
+class Pathfinder(PositionedTask):
     """A classifier of pictures of dashed paths, drawn after the published description, with one token per pixel.
 
     The scheme determines whether positions are those of a line or of a grid; the tokens are the same.
@@ -49,6 +49,7 @@ class Pathfinder(Task):
         (("distractors", "validation_rows"), 0, 10**9),
         ("pictures", 20, 10**8),
     )
+    groups, where = ("Line", "Product"), "in a row or on a grid of 2 axes, which pixels have"
     metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
 
     def setting(self, recipe: Recipe) -> str:
@@ -58,18 +59,8 @@ class Pathfinder(Task):
     def fits(self) -> dict[str, object]:
         return {"length": self.side**2, "reach": self.side**2}
 
-    def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Product
-
-        check_group(recipe, (Line, Product), "in a row or on a grid of 2 axes, which pixels have", axes=2)
-        return super().check(recipe)
-
     def model(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier
-
-        return build_model(recipe, Classifier, GREYS, 2)
+        return self.build(recipe, "Classifier", GREYS, 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "PathfinderSamples":
         from isopos.lab.data import pathfinder

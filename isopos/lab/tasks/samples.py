@@ -1,7 +1,7 @@
 """Tasks with finite sets of samples: batches of an epoch, and loss and figures of classifiers."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, evaluation
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Labelled", "Samples", "accuracy", "majority", "padded"]
+__all__ = ["Labelled", "Samples", "accuracy", "majority", "on_line_or_tree", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
@@ -63,6 +63,26 @@ def padded(sequences: Sequence[Any], fill: int = 0) -> "tuple[Tensor, Tensor]":
     return pad_sequence(tensors, batch_first=True, padding_value=fill), mask
 
 
+def on_line_or_tree(recipe: Recipe, tokens: Sequence[Any], nodes: Callable[[int], Any]) -> "tuple[Tensor, Tensor, Tensor]":
+    """Tokens ``[b t]`` of samples, positions as the scheme needs, and the mask ``[b t]``.
+
+    Args:
+        recipe: The recipe.
+        tokens: Tokens of each sample.
+        nodes: The tree positions ``[t 2]`` of a sample by its index.
+
+    Returns:
+        Positions are ``[b t 2]`` for schemes of trees, -1 beyond the end of a sample, and ``[t 1]`` for others.
+    """
+    from isopos.lab.tasks.build import group_of
+    from isopos.positions import Tree, sequence
+
+    padded_tokens, mask = padded(tokens)
+    on_tree = isinstance(group_of(recipe), Tree)
+    positions = padded([nodes(n) for n in range(len(tokens))], -1)[0] if on_tree else sequence(mask.shape[1])
+    return padded_tokens, positions, mask
+
+
 class Samples(Data):
     """A finite set of samples, scored in batches of similar sizes."""
 
@@ -71,6 +91,7 @@ class Samples(Data):
     copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
     limit: int = 0  # held-out samples scored while training, at most; 0: all
     exact: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or this number of the data
+    adopted: Mapping[str, Any] = MappingProxyType({})  # fields of the task that take these values of the data
     least: Mapping[str, int] = MappingProxyType({})  # fields of the task that are 0, or at least this number of the data
 
     @property
@@ -95,6 +116,7 @@ class Samples(Data):
         return self.score_split(model, recipe, view, self.limit if view.limit < 0 else view.limit)
 
     def infer(self, recipe: Recipe) -> Recipe:
+        recipe = recipe.edit(**self.adopted)
         for name, count in self.exact.items():
             value = getattr(recipe.task, name)
             require(name, value, f"0, or the {count} of the data", value in (0, count))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from isopos.deprecation import renamed
+from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, evaluation, require
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
     from isopos.lab.data.series import Series
-    from isopos.models import Forecaster
 
 __all__ = ["Forecast", "ForecastSamples"]
 
@@ -32,7 +32,7 @@ PARTS = (0.8, 0.9)  # shares of rows at which validation and test begin
 
 
 @dataclass(frozen=True)
-class Forecast(Task):
+class Forecast(PositionedTask):
     """A forecaster: it reads `context` rows and the times of the next `horizon` rows, and predicts their values.
 
     Times may be irregular. Positions on a clock are day, week and absolute time; positions on a line are times in units of
@@ -106,11 +106,8 @@ class Forecast(Task):
         numbers = not on_clock and on_line != "real" and self.positions == "time"
         return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
 
-    def model(self, recipe: Recipe) -> "Forecaster":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Forecaster
-
-        return build_model(recipe, Forecaster, self.channels or 1)
+    def model(self, recipe: Recipe) -> Any:
+        return self.build(recipe, "Forecaster", self.channels or 1)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "ForecastSamples":
         from isopos.lab.data import series

@@ -1,5 +1,6 @@
 """Classification of texts or pairs of texts, read from tables or from one folder per class."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,23 +9,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
-from isopos.lab.tasks.task import Recipe, Task
+from isopos.lab.tasks.task import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
+    from isopos.lab.data.arrays import Arrays
     from isopos.lab.data.texts import Texts
+    from isopos.lab.data.tokenizers import Tokenizer
 
-__all__ = ["LabelledTexts", "TextClasses"]
+__all__ = ["LabelledTexts", "TextClasses", "TextSamples", "cut_longer"]
 
 SHOWN = 300  # characters of a text in a report
 SPECIAL = 2  # tokens after those of the tokenizer: the separator of two texts, and the class token
 
 
 @dataclass(frozen=True)
-class TextClasses(Task):
+class TextClasses(PositionedTask):
     """A classifier of texts."""
 
     data: str = ""
@@ -48,6 +52,7 @@ class TextClasses(Task):
     counted = "texts"
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     inferred = ("vocabulary", "classes")
+    groups, where, bound = ("Line",), "on a line, which text has", ("longest", "cuts texts there")
     metrics = accuracy("held-out texts", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
@@ -55,115 +60,137 @@ class TextClasses(Task):
         what = "texts" if not self.pair else f"pairs of texts ({self.pairs})"
         return f"A classifier of {what} of at most {self.longest} {tokens}."
 
-    @property
-    def fits(self) -> dict[str, object]:
-        return {"length": self.longest, "reach": self.longest}
-
     def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line
-
         if self.pairs == "towers" and not self.pair:
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
-        check_group(recipe, (Line,), "on a line, which text has", length=self.longest, remedy="cuts texts there")
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier, PairClassifier
-
-        kind = PairClassifier if self.pairs == "towers" else Classifier
-        return build_model(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)
+        kind = "PairClassifier" if self.pairs == "towers" else "Classifier"
+        return self.build(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTexts":
         from isopos.lab.data import texts
-        from isopos.lab.data.tokenizers import load_tokenizer
+        from isopos.lab.data.tokenizers import tokenizer_arguments
 
-        choice: dict[str, Any] = {"tokenizer": self.tokenizer, "vocabulary": self.vocabulary or None}
-        if run is not None:
-            choice = {"tokenizer": load_tokenizer(run)}
         columns = (self.column, self.pair) if self.pair else (self.column,)
-        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **choice, console=console))
+        chosen = tokenizer_arguments(self.tokenizer, self.vocabulary, run)
+        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **chosen, console=console))
 
 
-class LabelledTexts(Labelled):
+class TextSamples(Labelled):
+    """Samples of one text or two, which are cut to fit.
+
+    Args:
+        task: The settings.
+        arrays: Tokens of all texts by split.
+        tokenizer: The tokenizer of the texts.
+        each: Texts per sample.
+        splits: Names of the splits.
+    """
+
+    def __init__(self, task: Any, arrays: "Arrays", tokenizer: "Tokenizer", each: int, splits: Sequence[str]):
+        self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
+        every = {split: arrays.lengths(split).reshape(-1, each) for split in splits}
+        self.kept = {split: self.fitted(lengths) for split, lengths in every.items()}  # tokens of each text [samples each]
+        self.sizes = {split: self.size(kept) for split, kept in self.kept.items()}
+        self.cut = sum(int((self.kept[split] < every[split]).any(1).sum()) for split in splits)
+
+    @abstractmethod
+    def fitted(self, lengths: np.ndarray) -> np.ndarray:
+        """Number of tokens that are kept of texts of these lengths ``[samples each]``."""
+
+    @abstractmethod
+    def size(self, kept: np.ndarray) -> np.ndarray:
+        """Number of tokens of samples, of whose texts so many are kept ``[samples each]``."""
+
+    @abstractmethod
+    def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:
+        """The sequence of tokens for the texts of a sample, or two sequences for two towers."""
+
+    def texts(self, split: str, row: int) -> list[np.ndarray]:
+        """The kept tokens of each text of a sample."""
+        kept = self.kept[split][row]
+        return [self.arrays.sequence(split, len(kept) * row + n)[:count] for n, count in enumerate(kept)]
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, or ``[b 2 t]`` for towers, positions ``[t 1]``, a mask like tokens, and answers ``[b]``."""
+        import torch
+
+        from isopos.positions import sequence
+
+        samples = [self.joined(self.texts(split, row)) for row in rows]
+        tokens, mask = padded([one for sample in samples for one in sample])
+        if (towers := len(samples[0])) > 1:
+            tokens, mask = tokens.unflatten(0, (-1, towers)), mask.unflatten(0, (-1, towers))
+        return tokens, sequence(tokens.shape[-1]), mask, torch.from_numpy(self.labels(split)[rows])
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+
+
+def cut_longer(lengths: np.ndarray, room: int, favoured: int) -> np.ndarray:
+    """Tokens of each text ``[samples each]`` that are kept, of all texts of a sample at most `room`.
+
+    Of two texts the longer one is cut; of two long ones the one at the index `favoured` keeps one more if `room` is odd.
+
+    Examples:
+        >>> cut_longer(np.array([[30, 3], [30, 30]]), 19, favoured=0).tolist()
+        [[16, 3], [10, 9]]
+    """
+    if lengths.shape[1] == 1:
+        return np.minimum(lengths, room)
+    half = (room + (np.arange(2) == favoured)) // 2
+    return np.minimum(lengths, np.maximum(room - lengths[:, ::-1], half))
+
+
+class LabelledTexts(TextSamples):
     """Texts for training and evaluation."""
 
     unit = "texts"
 
     def __init__(self, task: TextClasses, texts: "Texts"):
-        self.task, self.texts = task, texts
-        self.name, self.sha256, self.limit = texts.name, texts.arrays.sha256, task.validation_rows
-        every = {split: texts.lengths(split) for split in ("train", "validation", "test")}
-        self.kept = kept = {split: self._kept(lengths) for split, lengths in every.items()}
-        self.sizes = {split: self._size(lengths) for split, lengths in kept.items()}
-        self.exact = {"classes": len(texts.classes)}
-        cut = sum(int((kept[split] < every[split]).any(-1).sum()) for split in every)
+        super().__init__(task, texts.arrays, texts.tokenizer, texts.each, ("train", "validation", "test"))
+        self.dataset, self.name, self.sha256 = texts, texts.name, texts.arrays.sha256
+        self.exact, self.adopted = {"classes": len(texts.classes)}, {"vocabulary": self.tokenizer.size}
         counts = " + ".join(str(len(sizes)) for sizes in self.sizes.values())
         left = "".join(f", {file} left out, which has no labels" for file in texts.arrays.facts["left"])
         self.summary = (
-            f"{counts} texts of {len(texts.classes)} classes, {cut} of them cut at {task.longest} tokens{left}"
+            f"{counts} texts of {len(texts.classes)} classes, {self.cut} of them cut at {task.longest} tokens{left}"
             + majority(texts.labels("validation"), texts.classes)
         )
 
-    def _kept(self, lengths: np.ndarray) -> np.ndarray:
-        """Number of tokens of each text ``[samples each]`` that are kept."""
+    def fitted(self, lengths: np.ndarray) -> np.ndarray:
         t = self.task
         room = t.longest - (t.pooling == "first") - (lengths.shape[1] == 2 and t.pairs == "joined")
-        if lengths.shape[1] == 1 or t.pairs == "towers":
-            return np.minimum(lengths, room)
-        half = np.minimum(lengths, np.maximum(room - lengths[:, ::-1], (room + np.array([1, 0])) // 2))
-        return np.minimum(lengths, half)
+        return np.minimum(lengths, room) if t.pairs == "towers" else cut_longer(lengths, room, favoured=0)
 
-    def _size(self, kept: np.ndarray) -> np.ndarray:
-        """Number of tokens of each sample; for towers, of the longer text."""
-        t = self.task
-        joined = kept.sum(-1) + kept.shape[1] - 1 if t.pairs == "joined" else kept.max(-1)
-        return joined + (t.pooling == "first")
-
-    def infer(self, recipe: Recipe) -> Recipe:
-        return super().infer(recipe.edit(vocabulary=self.texts.tokenizer.size))
+    def size(self, kept: np.ndarray) -> np.ndarray:
+        """For towers, of the longer text."""
+        joined = kept.sum(-1) + kept.shape[1] - 1 if self.task.pairs == "joined" else kept.max(-1)
+        return joined + (self.task.pooling == "first")
 
     def labels(self, split: str) -> np.ndarray:
-        return self.texts.labels(split)
+        return self.dataset.labels(split)
 
-    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, or ``[b 2 t]`` for towers, positions ``[t 1]``, a mask like tokens, and classes ``[b]``."""
-        import torch
-
-        from isopos.positions import sequence
-
-        tokens, mask = padded(self._sequences(split, rows))
-        if self.task.pairs == "towers":
-            tokens, mask = tokens.unflatten(0, (-1, 2)), mask.unflatten(0, (-1, 2))
-        return tokens, sequence(tokens.shape[-1]), mask, torch.from_numpy(self.texts.labels(split)[rows])
-
-    def _sequences(self, split: str, rows: np.ndarray) -> list[np.ndarray]:
-        """The tokens of each sample; for towers, of both texts of each sample in turn."""
-        texts, task, between = self.texts, self.task, self.texts.tokenizer.size
+    def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:
+        task, between = self.task, self.tokenizer.size
+        if len(texts) == 2 and task.pairs == "joined":
+            texts = [np.concatenate([texts[0], [between], texts[1]])]
         start = [between + 1] * (task.pooling == "first")
-        sequences = []
-        for row, kept in zip(rows, self.kept[split][rows], strict=True):
-            sample = [texts.sequence(split, texts.each * row + n)[:count] for n, count in enumerate(kept)]
-            if len(sample) == 2 and task.pairs == "joined":
-                sample = [np.concatenate([sample[0], [between], sample[1]])]
-            sequences += [np.concatenate([start, one]) for one in sample]
-        return sequences
+        return [np.concatenate([start, one]) for one in texts]
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        texts = self.texts
+        each, classes = self.dataset.each, self.dataset.classes
         return [
             {
-                **{name: self._shown(texts.each * row + n) for n, name in enumerate(("text", "second text")[: texts.each])},
-                "class": texts.classes[answer],
-                "model": texts.classes[guess],
+                **{name: self._shown(each * row + n) for n, name in enumerate(("text", "second text")[:each])},
+                "class": classes[answer],
+                "model": classes[guess],
             }
             for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
     def _shown(self, n: int) -> str:
-        text = self.texts.tokenizer.decode(self.texts.sequence("validation", n)[:SHOWN])[:SHOWN]
-        return text + "..." * (len(self.texts.sequence("validation", n)) > SHOWN)
-
-    def save(self, folder: Path) -> None:
-        self.texts.tokenizer.save(folder)
+        tokens = self.arrays.sequence("validation", n)
+        return self.tokenizer.decode(tokens[:SHOWN])[:SHOWN] + "..." * (len(tokens) > SHOWN)

@@ -13,15 +13,15 @@ import numpy as np
 
 from isopos.lab.data.pairs import load_pairs, sequences
 from isopos.lab.data.splits import Splits, Stored
-from isopos.lab.data.tokenizers import UNK, Tokenizer, load_tokenizer
+from isopos.lab.data.tokenizers import UNK, Tokenizer, tokenizer_arguments
+from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Samples, padded
-from isopos.lab.tasks.task import Metric, Recipe, Scored, Task, View, require
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from isopos.models import Seq2Seq
     from isopos.models.seq2seq import Follow
 
 __all__ = ["Sequences", "Transduced", "Transducing", "Transduction"]
@@ -35,7 +35,7 @@ EXACT = Metric("exact", "exact", "higher", ".1%", note="exact: share of targets 
 
 
 @dataclass(frozen=True)
-class Transducing(Task):
+class Transducing(PositionedTask):
     """Settings of encoder-decoders: pairs of sources and targets, from files or random."""
 
     data: str = ""
@@ -204,6 +204,7 @@ class Transduction(Transducing):
     edits = MappingProxyType({"steps": 600, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     limits = (*Transducing.limits, ("length", 1, 10**6), (("deviation", "vocabulary"), 0, 10**9))
     inferred = ("longest", "vocabulary")
+    groups, where = ("Line",), "on a line, which sequences have"
 
     @property
     def metrics(self) -> tuple[Metric, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -225,19 +226,12 @@ class Transduction(Transducing):
         return f"An encoder-decoder that {what}, of {self.vocabulary:,} tokens, in at most {self.longest} places."
 
     def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line
-
         require("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)
-        check_group(recipe, (Line,), "on a line, which sequences have", length=self.longest)
         return super().check(recipe)
 
-    def model(self, recipe: Recipe) -> "Seq2Seq":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Seq2Seq
-
+    def model(self, recipe: Recipe) -> Any:
         tokens = (self.vocabulary or SYMBOLS) + 2  # start and end
-        return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
+        return self.build(recipe, "Seq2Seq", tokens, tokens, tied=self.tied)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Sequences":
         if not self.data:
@@ -249,8 +243,8 @@ class Transduction(Transducing):
                 vocabulary=self.vocabulary or SYMBOLS,
             )
             return Sequences(self, Splits({name: [(row, row) for row in rows] for name, rows in made.items()}))
-        kind = self.tokenizer if run is None else load_tokenizer(run)
-        return Sequences(self, *load_pairs(self.data, self.languages, kind, self.vocabulary or None, console=console))
+        chosen = tokenizer_arguments(self.tokenizer, self.vocabulary, run)
+        return Sequences(self, *load_pairs(self.data, self.languages, **chosen, console=console))
 
 
 class Sequences(Transduced):
@@ -261,12 +255,9 @@ class Sequences(Transduced):
         self.end = tokenizer.size if tokenizer else task.vocabulary or SYMBOLS
         self.start = self.end + 1
         super().__init__(task, pairs, "longer")
-        self.sha256 = self._hash()
+        self.sha256, self.adopted = self._hash(), {"vocabulary": self.end}
         counts = " + ".join(f"{len(rows):,}" for rows in self.pairs.values())
         self.summary = f"{counts} pairs{self.dropped}, {self.end:,} tokens"
-
-    def infer(self, recipe: Recipe) -> Recipe:
-        return super().infer(recipe.edit(vocabulary=self.end))
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.

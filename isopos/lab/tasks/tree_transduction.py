@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.models import Seq2Seq
     from isopos.models.seq2seq import Follow
 
 __all__ = ["TreeTransduction", "Trees"]
@@ -53,6 +52,7 @@ class TreeTransduction(Transducing):
     edits = MappingProxyType({"steps": 400, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     limits = (*Transducing.limits, ("depth", 1, 64), (("deviation", "labels", "vocabulary", "branches"), 0, 10**9))
     inferred = ("longest", "vocabulary", "branches")
+    groups, where = ("Line", "Tree"), "on a line or in a tree, which nodes have"
 
     @property
     def orders(self) -> tuple[Order, Order]:
@@ -76,23 +76,15 @@ class TreeTransduction(Transducing):
         return f"An encoder-decoder of trees of at most {self.longest} nodes, {self.ordered} first, that learns {what}."
 
     def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Tree
-
-        where = "on a line or in a tree, which nodes have"
-        check_group(recipe, (Line, Tree), where, length=self.longest, branches=self.branches)
         least = 9 if self.operation == "ops" else 2  # four are what roots say
         require(
             "labels", self.labels, f"at least {least}, of leaves and of others", self.labels == 0 or self.labels >= least
         )
         return super().check(recipe)
 
-    def model(self, recipe: Recipe) -> "Seq2Seq":
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Seq2Seq
-
+    def model(self, recipe: Recipe) -> Any:
         tokens = (self.vocabulary or 1) + 1  # the start
-        return build_model(recipe, Seq2Seq, tokens, tokens, tied=self.tied)
+        return self.build(recipe, "Seq2Seq", tokens, tokens, tied=self.tied)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Trees":
         if self.data:

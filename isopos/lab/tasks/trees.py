@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
-from isopos.lab.tasks.task import Recipe, Task, require
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.samples import Labelled, accuracy, majority, on_line_or_tree
+from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ WORDS = "words.json"
 
 
 @dataclass(frozen=True)
-class TreeClasses(Task):
+class TreeClasses(PositionedTask):
     """A classifier of trees: nodes in preorder, one token per node.
 
     The scheme determines whether positions are those of the tree or of a line; the tokens are the same.
@@ -50,29 +51,18 @@ class TreeClasses(Task):
     counted = "trees"
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
+    groups, where = ("Line", "Tree"), "in a tree or on a line"
     metrics = accuracy("held-out trees", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of trees of at most {self.longest} nodes and {self.branches} branches."
 
-    @property
-    def fits(self) -> dict[str, object]:
-        known = {"length": self.longest, "reach": self.longest, "branches": self.branches}
-        return {name: value for name, value in known.items() if value}
-
     def check(self, recipe: Recipe) -> Sequence[str]:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Tree
-
-        check_group(recipe, (Line, Tree), "in a tree or on a line", length=self.longest, branches=self.branches)
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import build_model
-        from isopos.models import Classifier
-
-        return build_model(recipe, Classifier, self.vocabulary or 256, self.classes or 2)
+        return self.build(recipe, "Classifier", self.vocabulary or 256, self.classes or 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
         from isopos.lab.data import treebank
@@ -88,56 +78,49 @@ class LabelledTrees(Labelled):
 
     unit = "trees"
 
-    def __init__(self, task: TreeClasses, bank: "TreeDataset"):
-        self.task, self.bank = task, bank
-        self.name, self.sha256, self.limit = bank.name, bank.arrays.sha256, task.validation_rows
-        every = {split: bank.sizes(split) for split in ("train", "validation", "test")}
+    def __init__(self, task: TreeClasses, dataset: "TreeDataset"):
+        self.task, self.dataset = task, dataset
+        self.name, self.sha256, self.limit = dataset.name, dataset.arrays.sha256, task.validation_rows
+        every = {split: dataset.arrays.lengths(split) for split in ("train", "validation", "test")}
         most = task.longest or max(int(sizes.max(initial=1)) for sizes in every.values())
         self.rows = {split: (sizes <= most).nonzero()[0] for split, sizes in every.items()}
         self.sizes = {split: every[split][rows] for split, rows in self.rows.items()}
-        self.exact, self.least = {"classes": len(bank.classes)}, {"branches": bank.branches, "longest": most}
+        self.adopted = {"vocabulary": len(dataset.words)}
+        self.exact, self.least = {"classes": len(dataset.classes)}, {"branches": dataset.branches, "longest": most}
         left = sum(len(every[split]) - len(rows) for split, rows in self.rows.items())
         for split in ("train", "validation"):
             if not len(self.rows[split]):
                 raise ValueError(f"data: expected trees for {split}, got none; {left} are larger: raise --longest")
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
         self.summary = (
-            f"{counts} trees of {len(bank.classes)} classes, {len(bank.words)} different tokens"
+            f"{counts} trees of {len(dataset.classes)} classes, {len(dataset.words)} different tokens"
             + f", {left} larger ones left out" * (left > 0)
-            + majority(self.labels("validation"), bank.classes)
+            + majority(self.labels("validation"), dataset.classes)
         )
 
-    def infer(self, recipe: Recipe) -> Recipe:
-        return super().infer(recipe.edit(vocabulary=len(self.bank.words)))
-
     def labels(self, split: str) -> np.ndarray:
-        return self.bank.labels(split)[self.rows[split]]
+        return self.dataset.labels(split)[self.rows[split]]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, positions ``[t 1]`` or ``[b t 2]``, mask ``[b t]`` and classes ``[b]``."""
         import torch
 
-        from isopos.lab.tasks.build import group_of
-        from isopos.positions import Tree, sequence
-
         chosen = self.rows[split][rows]
-        tokens, nodes = zip(*(self.bank.tree(split, row) for row in chosen.tolist()), strict=True)
-        tokens, mask = padded(tokens)
-        positions = padded(nodes, -1)[0] if isinstance(group_of(recipe), Tree) else sequence(mask.shape[1])
-        return tokens, positions, mask, torch.from_numpy(self.bank.labels(split)[chosen])
+        tokens, nodes = zip(*(self.dataset.tree(split, row) for row in chosen.tolist()), strict=True)
+        return *on_line_or_tree(recipe, tokens, nodes.__getitem__), torch.from_numpy(self.dataset.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         from isopos.lab.data.treebank import to_text
 
-        bank, examples = self.bank, []
+        dataset, examples = self.dataset, []
         for row, answer, guess in self.guesses(model, recipe, count):
-            tokens, nodes = bank.tree("validation", self.rows["validation"][row])
-            shown = to_text([bank.words[token] for token in tokens], nodes)
+            tokens, nodes = dataset.tree("validation", self.rows["validation"][row])
+            shown = to_text([dataset.words[token] for token in tokens], nodes)
             shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
-            examples.append({"tree": shown, "class": bank.classes[answer], "model": bank.classes[guess]})
+            examples.append({"tree": shown, "class": dataset.classes[answer], "model": dataset.classes[guess]})
         return examples
 
     def save(self, folder: Path) -> None:
         from isopos.lab.runs.files import write_text
 
-        write_text(folder / WORDS, json.dumps(self.bank.words) + "\n")
+        write_text(folder / WORDS, json.dumps(self.dataset.words) + "\n")
