@@ -80,6 +80,7 @@ class Emulated:
 
     def close(self) -> None:
         self.process.stdin.close()
+        self.process.stdout.close()
         assert self.process.wait(10) == 0
 
 
