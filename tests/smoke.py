@@ -31,7 +31,7 @@ def numbers(attend, dtype):
             scheme, inputs = isopos.schemes.REGISTRY[name](D, 2), drawn(dtype)
             given = scheme.at(isopos.sequence(TOKENS), dtype=dtype) | {"causal": causal}
             out = attend(*inputs, **given)
-            tensors = [out, *torch.autograd.grad((out * weights(out)).sum(), inputs)]
+            tensors = [out.detach(), *torch.autograd.grad((out * weights(out)).sum(), inputs)]
             found[f"{name} {'causal' if causal else 'all keys'}"] = [float((x.double() * weights(x)).sum()) for x in tensors]
     return found
 

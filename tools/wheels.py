@@ -1,8 +1,8 @@
 """Wheels in dist/, one per Linux that a compiler here builds for: `make wheel`, or python -m tools.wheels [FOLDER].
 
-Each holds the C kernel for every instruction set of its platform. The kernel knows neither Python nor PyTorch: one wheel serves
-every Python, and has no module of Python's stable ABI for abi3audit to check. auditwheel checks that it needs no newer glibc
-than its name says.
+Each holds the C kernel for every instruction set of its platform. The kernel knows neither Python nor PyTorch: one wheel
+serves every Python, and has no module of Python's stable ABI for abi3audit to check. auditwheel checks that it needs no
+newer glibc than its name says.
 """
 
 import os
