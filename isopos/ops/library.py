@@ -235,9 +235,14 @@ def run(function: Any, call: Call) -> bool:
     status = ctypes.c_int64(0)
     call.status = ctypes.pointer(status)
     function(ctypes.byref(call))
-    if status.value & OUT_OF_RANGE:
+    return finite(status.value)
+
+
+def finite(status: int) -> bool:
+    """Whether a call with this status had finite sums; IndexError where a gather's index was no feature's."""
+    if status & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
-    return not status.value & NOT_FINITE
+    return not status & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
