@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help run test test-all test-gpu test-versions docs fuzz lint format clean
+.PHONY: help run test test-all test-gpu test-versions docs wheel fuzz lint format clean
 .NOTPARALLEL:
 
 help:      ## print this list
@@ -33,6 +33,9 @@ test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest P
 
 docs: .venv/.installed-docs     ## the site in site/: runs the tutorials, builds the pages, follows every link
 	@$(BIN)/python -m tools.site
+
+wheel: .venv/.installed-dev     ## wheels in dist/ that need no compiler: of x86-64, and of ARM where there is aarch64-linux-gnu-gcc
+	@$(BIN)/python -m tools.wheels
 
 fuzz: .venv/.installed-dev      ## random calls, commands and damaged folders, EXAMPLES=1000 of each
 	@$(BIN)/pytest --hypothesis-profile=fuzz -m "not slow" $(ARGS) tests/test_fuzz.py || { echo "last case: build/fuzz.txt"; exit 1; }

@@ -1,9 +1,9 @@
 """Random calls of the compiled sums under a sanitizer of gcc: `python -m tools.sanitize address|undefined|thread [CALLS]`.
 
-It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a child process: forward
-and backward, with random widths, dtypes and numbers of threads, from several Python threads at once and after a fork. Under
-"thread", tools/sanitize.c replaces OpenMP's functions, because the sanitizer does not see the synchronisation of gcc's
-threads. The command fails if the sanitizer reports an error, or if a result differs from float64.
+It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a process of its own:
+forward and backward, in any width, dtype and number of threads, from several Python threads at once and after a fork. Under
+"thread" the threads are those of tools/sanitize.c, as the sanitizer does not see how the pool's threads wait for each other.
+It ends with an error where the sanitizer finds one, or a result is not that of float64.
 """
 
 import ast
@@ -22,11 +22,10 @@ SCHEMES = ("none", "rope", "retnet", "permuteformer", "lrpe-unitary", "lrpe-orth
 
 
 def flags(instructions: str) -> list[str]:
-    """The compiler's flags for an instruction set in setup.py."""
-    for line in (ROOT / "setup.py").read_text().splitlines():
-        if line.startswith("FLAGS = "):
-            return ast.literal_eval(line.removeprefix("FLAGS = "))[instructions.lower()]
-    raise AssertionError("expected FLAGS in setup.py")
+    """Those that setup.py gives the compiler for one instruction set."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (value,) = (own.value for own in tree.body if isinstance(own, ast.Assign) and ast.unparse(own.targets[0]) == "FLAGS")
+    return next(sets[name] for sets in ast.literal_eval(value).values() if (name := instructions.lower()) in sets)
 
 
 def runtime(sanitizer: str) -> str:
@@ -41,9 +40,8 @@ def runtime(sanitizer: str) -> str:
 def build(sanitizer: str, instructions: str, out: Path) -> None:
     """Build the library with a sanitizer."""
     sources = [ROOT / "isopos/ops/linear/cpu/kernel.c", *[ROOT / "tools/sanitize.c"] * (sanitizer == "thread")]
-    common = ["-g", "-O1", "-fPIC", "-shared", "-fopenmp", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    linker = ["-Wl,-Bsymbolic"] if sanitizer == "thread" else []  # prefers OpenMP's functions of tools/sanitize.c
-    subprocess.run(["gcc", *common, *flags(instructions), *linker, *map(str, sources), "-o", str(out)], check=True)
+    common = ["-g", "-O1", "-fPIC", "-shared", "-fopenmp-simd", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    subprocess.run(["gcc", *common, *flags(instructions), *map(str, sources), "-o", str(out)], check=True)
 
 
 def main(sanitizer: str, calls: int) -> int:
@@ -105,6 +103,8 @@ def run_calls(sanitizer: str, path: Path, calls: int) -> None:
     from isopos.ops import library
 
     lib, lanes = library.opened(path), max(library.libraries()[0])
+    if sanitizer == "thread":
+        lib.isopos_use_threads(lib.sanitize_parallel_for)
     library.libraries = lambda: ({lanes: lib}, f"{sanitizer} sanitized")
     draw = random.Random(0)
     torch.manual_seed(0)

@@ -1,12 +1,12 @@
 """The library compiled from ops/linear/cpu/kernel.c: how it is found, what it may read, and its rotations.
 
-It serves float32 and narrower numbers on Linux and x86-64, where installation found gcc. `isopos.ops.linear.cpu` calls its
-sums.
+It serves float32 and narrower numbers on x86-64 and 64-bit ARM. Its threads are PyTorch's, by the stable C interface of
+PyTorch. `isopos.ops.linear.cpu` calls its sums.
 """
 
 import ctypes
 import functools
-import importlib.machinery
+import platform
 import sys
 import warnings
 from pathlib import Path
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-LANES = {"AVX512": 16, "AVX2": 8}  # by instructions: float32 numbers of a vector
+LANES = {"AVX512": 16, "AVX2": 8, "SSE2": 4, "NEON": 4}  # by instructions: float32 numbers of a vector
+X86 = ("AVX512", "AVX2", "SSE2")  # each processor also runs those after its own
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the library counts them
 WIDEST = 256  # features that its buffers hold
 PAST = 1 << 24  # bytes of a result that is written past the cache
@@ -30,7 +31,7 @@ KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))
 class View(ctypes.Structure):
     """Rows of tokens: strides in numbers; those of samples and heads may be zero."""
 
-    _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("sample", "head", "token")))
+    _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("sample", "head", "token")))
 
 
 class Input(ctypes.Structure):
@@ -38,7 +39,7 @@ class Input(ctypes.Structure):
 
     _fields_ = (
         *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
-        *((name, ctypes.c_long) for name in ("type", "numbers", "width", "phi", "kind", "add", "uncached")),
+        *((name, ctypes.c_int64) for name in ("type", "numbers", "width", "phi", "kind", "add", "uncached")),
         ("grad_decay", ctypes.c_void_p),
     )
 
@@ -52,13 +53,13 @@ class State(ctypes.Structure):
 class Sizes(ctypes.Structure):
     """Numbers of heads, tokens, features and values."""
 
-    _fields_ = tuple((name, ctypes.c_long) for name in ("all", "heads", "length", "keys", "d", "e", "own", "values"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("all", "heads", "length", "keys", "d", "e", "own", "values"))
 
 
 class Flags(ctypes.Structure):
     """What is summed up, and in which direction."""
 
-    _fields_ = tuple((name, ctypes.c_long) for name in ("denominated", "divide", "begins", "ends", "reverse"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("denominated", "divide", "begins", "ends", "reverse", "back"))
 
 
 class Decay(ctypes.Structure):
@@ -70,14 +71,14 @@ class Decay(ctypes.Structure):
 class Output(ctypes.Structure):
     """Sums, denominators and the gradients of sums."""
 
-    _fields_ = (*((name, View) for name in ("sums", "denominator", "grad")), ("uncached", ctypes.c_long))
+    _fields_ = (*((name, View) for name in ("sums", "denominator", "grad")), ("uncached", ctypes.c_int64))
 
 
 class Split(ctypes.Structure):
     """Parts of a head, threads, and their buffers."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("parts", "threads", "total_size", "scratch_size")),
+        *((name, ctypes.c_int64) for name in ("parts", "threads", "total_size", "scratch_size")),
         *((name, ctypes.c_void_p) for name in ("totals", "scratch")),
     )
 
@@ -93,8 +94,8 @@ class Call(ctypes.Structure):
         ("out", Output),
         ("split", Split),
         *((name, Input) for name in ("q", "k", "v")),
-        ("token", ctypes.c_long),
-        ("status", ctypes.POINTER(ctypes.c_long)),
+        ("token", ctypes.c_int64),
+        ("status", ctypes.POINTER(ctypes.c_int64)),
         ("floor", ctypes.c_float),
     )
 
@@ -105,41 +106,52 @@ class Rotate(ctypes.Structure):
     _fields_ = (
         *((name, View) for name in ("x", "table")),
         ("out", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("all", "heads", "tokens", "adjoint", "threads")),
+        *((name, ctypes.c_int64) for name in ("all", "heads", "tokens", "adjoint", "threads")),
         ("input", Input),
     )
 
 
+@functools.cache
+def parallel_for() -> ctypes.c_void_p:
+    """PyTorch's function that runs others on its own threads."""
+    path = Path(torch.__file__).with_name("lib") / "torch_cpu.dll" if sys.platform == "win32" else torch._C.__file__
+    return ctypes.cast(ctypes.CDLL(str(path)).torch_parallel_for, ctypes.c_void_p)
+
+
 def opened(path: Path) -> ctypes.CDLL:
-    """A library, whose functions know their arguments; OSError where it cannot be loaded."""
+    """A library, whose functions know their arguments and whose threads are PyTorch's; OSError where it cannot be loaded."""
     lib = ctypes.CDLL(str(path))
     for function, count in ((lib.isopos_groups, 1), (lib.isopos_scratch_size, 3)):
-        function.argtypes, function.restype = (ctypes.c_long,) * count, ctypes.c_long
+        function.argtypes, function.restype = (ctypes.c_int64,) * count, ctypes.c_int64
+    if lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
+        raise OSError(f"{path.name} is of another version; install isopos again")
+    lib.isopos_use_threads(parallel_for())
     return lib
+
+
+def instructions() -> tuple[str, ...]:
+    """The instruction sets whose libraries this processor may run, the best one first."""
+    machine, best = platform.machine().lower(), torch.backends.cpu.get_cpu_capability()
+    if machine in ("x86_64", "amd64"):
+        return X86[X86.index(best) :] if best in X86 else X86[-1:]
+    return ("NEON",) if machine in ("aarch64", "arm64") else ()
 
 
 @functools.cache
 def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
     """The libraries for this processor by lanes, the most first; and which they are, or why there is none."""
-    known = list(LANES)
-    instructions = torch.backends.cpu.get_cpu_capability()
     found, missing = {}, []
-    for name in known[known.index(instructions) :] if instructions in known else ():
-        stem = Path(__file__).with_name(f"_cpu_{name.lower()}")
-        paths = [path for suffix in importlib.machinery.EXTENSION_SUFFIXES if (path := Path(f"{stem}{suffix}")).exists()]
+    for name in instructions():
+        path = Path(__file__).with_name(f"_cpu_{name.lower()}.so")
+        if found and name == X86[-1]:
+            break  # it is for processors that have no longer vectors
         try:
-            lib = opened(paths[0]) if paths else None
+            found[LANES[name]] = opened(path)
         except OSError as error:
-            missing.append(str(error))
-            continue
-        if lib is None:
-            missing.append(f"installation builds {name} on Linux, where it finds gcc")
-        elif lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
-            missing.append(f"{paths[0].name} is of another version; install isopos again")
-        else:
-            found[LANES[name]] = lib
-    names = [name for name, lanes in LANES.items() if lanes in found]
-    return found, " and ".join(names) or f"none for {instructions}: {'; '.join(missing) or 'built for AVX2 and AVX512'}"
+            missing.append(str(error) if path.exists() else f"installation builds {name} where it finds GCC or Clang")
+    names = [name for name in instructions() if LANES[name] in found]
+    none = f"none for {platform.machine()}: {'; '.join(missing) or 'it is built for x86-64 and 64-bit ARM'}"
+    return found, " and ".join(names) or none
 
 
 def absent() -> str:
@@ -159,8 +171,8 @@ def warn_if_absent(why: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("isopos", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        f"linear attention on a CPU goes without its compiled kernel, several times slower: {why}. On Linux, on a processor "
-        "with AVX2, install gcc and then isopos again: pip install --force-reinstall --no-deps --no-cache-dir isopos",
+        f"linear attention on a CPU goes without its compiled kernel, several times slower: {why}. Install a wheel of this "
+        "platform, or GCC or Clang and then isopos again: pip install --force-reinstall --no-deps --no-cache-dir isopos",
         RuntimeWarning,
         stacklevel=level,
     )
@@ -220,12 +232,17 @@ def flat(x: Tensor) -> Tensor:
 
 def run(function: Any, call: Call) -> bool:
     """Call the library; IndexError where a gather's index is no feature's. Whether all sums are finite."""
-    status = ctypes.c_long(0)
+    status = ctypes.c_int64(0)
     call.status = ctypes.pointer(status)
     function(ctypes.byref(call))
-    if status.value & OUT_OF_RANGE:
+    return finite(status.value)
+
+
+def finite(status: int) -> bool:
+    """Whether a call with this status had finite sums; IndexError where a gather's index was no feature's."""
+    if status & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
-    return not status.value & NOT_FINITE
+    return not status & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:

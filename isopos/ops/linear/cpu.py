@@ -4,6 +4,7 @@ Features in closed form are made on the way, with gradients of tables that are l
 of learned normals are made by PyTorch and read as they are.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -314,7 +315,9 @@ class CpuSteps:
         self.of_values = values.describe(call.v, self.inputs[2])[1]
         call.out.sums = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
         self.firsts = (*(part.x for part in self.parts), call.out.sums)  # of the call's own memory
-        self.flags, self.split = call.flags, call.split
+        self.status, self.reference = ctypes.c_int64(0), ctypes.byref(call)
+        call.status = ctypes.pointer(self.status)
+        self.denominated = bool(call.flags.denominated)
 
     @classmethod
     def of(cls, sums: Sums) -> "CpuSteps | None":
@@ -344,27 +347,29 @@ class CpuSteps:
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these are what the step had, and nobody watches."""
-        inputs = (q, k, v)
-        for x, shape in zip(inputs, self.shapes, strict=True):
+        for x, shape in zip((q, k, v), self.shapes, strict=True):
             if type(x) is not Tensor or x.shape != shape or x.dtype != torch.float32 or x.stride(-1) != 1:
                 return False
-        return not library.unreadable(*inputs)
+        return not library.unreadable(q, k, v)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token that has row n of the tables."""
-        call, inputs, out = self.call, (q, k, v), v.new_empty(v.shape)
-        strides = [x.stride() for x in inputs]
+        call, out = self.call, torch.empty(self.shapes[2], dtype=torch.float32, device="cpu")
+        strides = [q.stride(), k.stride(), v.stride()]
         if strides != self.strides:
             self.strides = strides
-            for part, x in zip(self.parts, inputs, strict=True):
+            for part, x in zip(self.parts, (q, k, v), strict=True):
                 part.x = view(x)
-        for x, own in zip((*inputs, out), self.firsts, strict=True):
-            own.first = x.data_ptr()
-        call.token, self.split.threads, denominator = n, torch.get_num_threads(), None
-        if self.flags.denominated and counted():
+        of_q, of_k, of_v, of_out = self.firsts
+        of_q.first, of_k.first, of_v.first, of_out.first = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.token, call.split.threads, denominator = n, torch.get_num_threads(), None
+        if self.denominated and counted():
             denominator = v.new_empty(*v.shape[:-1], 1)
             call.out.denominator = view(denominator)
-        library.run(self.step, call)
+        self.step(self.reference)
+        if status := self.status.value:
+            self.status.value = 0
+            library.finite(status)
         if denominator is not None:
             call.out.denominator.first = None
             count(denominator)

@@ -40,7 +40,7 @@ _CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of
 
 def counted() -> bool:
     """Whether there is a counter."""
-    return not torch.compiler.is_compiling() and _CLAMPED.get() is not None
+    return _CLAMPED.get() is not None and not torch.compiler.is_compiling()
 
 
 def count(denominator: Tensor) -> None:

@@ -1,9 +1,9 @@
 /* Sums over all keys, and their gradients. */
 
 /* The tokens of a part of a head, whole chunks but for the last one's. */
-static void share_of(const Call *call, long length, long part, long *from, long *to)
+static void share_of(const Call *call, int64_t length, int64_t part, int64_t *from, int64_t *to)
 {
-    const long chunks = (length + CHUNK - 1) / CHUNK;
+    const int64_t chunks = (length + CHUNK - 1) / CHUNK;
     *from = part * chunks / call->split.parts * CHUNK;
     *to = (part + 1) * chunks / call->split.parts * CHUNK;
     if (*to > length)
@@ -13,13 +13,13 @@ static void share_of(const Call *call, long length, long part, long *from, long 
 static const float ONES[CHUNK] = {[0 ... CHUNK - 1] = 1};
 
 /* a [c x]^T times b [c y], added to a state. */
-static void add_outer(Rows a, Rows b, long c, long x, long y, float *state, Ahead *ahead)
+static void add_outer(Rows a, Rows b, int64_t c, int64_t x, int64_t y, float *state, Ahead *ahead)
 {
     add_to_state(state, state, x, y, 1, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
 }
 
 /* The next chunk of a part, some tensors of which are asked for during fewer products than in causal sums. */
-static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int tensors)
+static Ahead after_chunk(const Call *call, Chunk n, int64_t to, int tensor, int tensors)
 {
     Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
     ahead.twice = 1;
@@ -27,13 +27,13 @@ static Ahead after_chunk(const Call *call, Chunk n, long to, int tensor, int ten
 }
 
 /* Adds keys times values of a part's tokens to a state, and keys to a denominator's. */
-static void sum_keys(const Call *call, long head, long part, float *state, float *row)
+static void sum_keys(const Call *call, int64_t head, int64_t part, float *state, float *row, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, rows = row_size(call);
-    long from, to;
+    const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
+    int64_t from, to;
     share_of(call, call->size.keys, part, &from, &to);
-    for (long start = from; start < to; start += CHUNK) {
-        float *buffer = scratch_of(call);
+    for (int64_t start = from; start < to; start += CHUNK) {
+        float *buffer = rest;
         const Chunk n = chunk_of(call, head, start, to);
         const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
         Ahead ahead = after_chunk(call, n, to, 0, 2);
@@ -44,18 +44,18 @@ static void sum_keys(const Call *call, long head, long part, float *state, float
 }
 
 /* Sums of a part's queries, from the state of all keys. */
-static void read_out(const Call *call, long head, long part, const float *state, const float *row)
+static void read_out(const Call *call, int64_t head, int64_t part, const float *state, const float *row, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, rows = row_size(call);
-    float *rest = scratch_of(call), *aside = take(&rest, ROWS * e), inverse[CHUNK + ROWS] = {0};
+    const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
+    float *aside = take(&rest, ROWS * e), inverse[CHUNK + ROWS] = {0};
     lanes zeros = {0};
-    long from, to;
+    int64_t from, to;
     share_of(call, call->size.length, part, &from, &to);
-    for (long start = from; start < to; start += CHUNK) {
+    for (int64_t start = from; start < to; start += CHUNK) {
         float *buffer = rest;
         const Chunk n = chunk_of(call, head, start, to);
         const Made q = make_features(call, &call->q, n, d, &buffer);
-        for (long i = 0; rows && i < n.c; i++) {
+        for (int64_t i = 0; rows && i < n.c; i++) {
             float denominator = dot(q.own.at + i * q.own.stride, row, rows);
             if (call->flags.divide)
                 denominator = clamped(call, denominator);
@@ -64,8 +64,8 @@ static void read_out(const Call *call, long head, long part, const float *state,
             inverse[i] = 1 / denominator;
         }
         Ahead ahead = after_chunk(call, n, to, 2, 3);
-        for (long i = 0; i < n.c; i += ROWS) {
-            const long many = i + ROWS < n.c ? ROWS : n.c - i;
+        for (int64_t i = 0; i < n.c; i += ROWS) {
+            const int64_t many = i + ROWS < n.c ? ROWS : n.c - i;
             const int direct = many == ROWS && call->size.values == e; /* whole vectors of as many rows */
             const Product p = {q.features.at + i * q.features.stride, q.features.stride, 1, state, e, d}, none = {p.a, 0, 0, p.b};
             float *out = rows_of(&call->out.sums, n) + i * call->out.sums.token;
@@ -73,7 +73,7 @@ static void read_out(const Call *call, long head, long part, const float *state,
             if (!direct)
                 there.at = aside, there.stride = e, there.uncached = 0;
             block(&there, e, &p, 0, &none, &ahead);
-            for (long r = 0; !direct && r < many; r++)
+            for (int64_t r = 0; !direct && r < many; r++)
                 store(aside + r * e, FLOAT32, call->size.values, out + r * call->out.sums.token);
         }
     }
@@ -82,10 +82,10 @@ static void read_out(const Call *call, long head, long part, const float *state,
 }
 
 /* out [c y]: a [c x] times a state [x y], and a row by weights, or by 1 where these are null, if it is given. */
-static void read_state(Rows a, const float *state, long c, long x, long y, const float *weight, const float *row, float *out,
-                       Ahead *ahead)
+static void read_state(Rows a, const float *state, int64_t c, int64_t x, int64_t y, const float *weight, const float *row,
+                       float *out, Ahead *ahead)
 {
-    for (long i = 0; i < c; i += ROWS) {
+    for (int64_t i = 0; i < c; i += ROWS) {
         const Product p = {a.at + i * a.stride, a.stride, 1, state, y, x};
         const Product more = {weight ? weight + i : ONES, 1, 0, row ? row : state, y, row ? 1 : 0};
         block(&(Out){out + i * y, y}, y, &p, 0, &more, ahead);
@@ -93,34 +93,34 @@ static void read_state(Rows a, const float *state, long c, long x, long y, const
 }
 
 /* A state [x y] with keys as columns, and a row [rows] less than nothing, in the buffer. */
-static const float *turned(const float *state, long x, long y, float **buffer)
+static const float *turned(const float *state, int64_t x, int64_t y, float **buffer)
 {
     float *out = take(buffer, x * y);
     transpose((Rows){state, y}, x, y, out, x);
     return out;
 }
 
-static const float *negative(const float *row, long rows, float **buffer)
+static const float *negative(const float *row, int64_t rows, float **buffer)
 {
     float *out = take(buffer, rows);
-    for (long m = 0; m < rows; m += LANES)
+    for (int64_t m = 0; m < rows; m += LANES)
         *(lanes *)(out + m) = -*(const lanes *)(row + m);
     return rows ? out : 0;
 }
 
 /* Gradients of a part's queries, given the state of all keys, and what they add to the gradient of that. */
-static void pull_queries(const Call *call, long head, long part, float *grad_state, float *grad_row)
+static void pull_queries(const Call *call, int64_t head, int64_t part, float *grad_state, float *grad_row, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
-    float *rest = scratch_of(call), *dq = take(&rest, CHUNK * d), *dq_own = take(&rest, CHUNK * own);
+    const int64_t d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
+    float *dq = take(&rest, CHUNK * d), *dq_own = take(&rest, CHUNK * own);
     const float *state = turned(call->saved.sums + head * d * e, d, e, &rest);
     const float *row = negative(call->saved.row + head * rows, rows, &rest);
-    long from, to;
+    int64_t from, to;
     share_of(call, call->size.length, part, &from, &to);
-    for (long start = from; start < to; start += CHUNK) {
+    for (int64_t start = from; start < to; start += CHUNK) {
         float *buffer = rest;
         Step step = {.n = chunk_of(call, head, start, to)};
-        const long c = step.n.c;
+        const int64_t c = step.n.c;
         const Made q = make_features(call, &call->q, step.n, d, &buffer);
         make_grads(call, &step, &buffer);
         Ahead ahead = after_chunk(call, step.n, to, 2, call->flags.divide ? 5 : 4);
@@ -135,15 +135,15 @@ static void pull_queries(const Call *call, long head, long part, float *grad_sta
 }
 
 /* Gradients of a part's keys and values, given that of the state of all keys. */
-static void pull_keys(const Call *call, long head, long part)
+static void pull_keys(const Call *call, int64_t head, int64_t part, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
-    float *rest = scratch_of(call), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e), *dk_own = take(&rest, CHUNK * own);
+    const int64_t d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
+    float *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e), *dk_own = take(&rest, CHUNK * own);
     const float *grad_state = call->grad_state.sums + head * d * e, *state = turned(grad_state, d, e, &rest);
     const float *row = negative(call->grad_state.row + head * rows, rows, &rest);
-    long from, to;
+    int64_t from, to;
     share_of(call, call->size.keys, part, &from, &to);
-    for (long start = from; start < to; start += CHUNK) {
+    for (int64_t start = from; start < to; start += CHUNK) {
         float *buffer = rest;
         const Chunk n = chunk_of(call, head, start, to);
         const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
@@ -158,15 +158,15 @@ static void pull_keys(const Call *call, long head, long part)
 }
 
 /* How many parts of a head are summed up, in what a causal part's total has for the weight across it. */
-INLINE int *counter_of(const Call *call, long head)
+INLINE int *counter_of(const Call *call, int64_t head)
 {
     return (int *)(total_of(call, head, 0) + state_size(call) + row_size(call));
 }
 
 /* What a part's tokens add to the state of a head, or with `back` to the gradient of that; who sums up the last part joins them. */
-static void sum_up(const Call *call, long head, long part, int back)
+static void sum_up(const Call *call, int64_t head, int64_t part, int back, float *rest)
 {
-    const long size = state_size(call), rows = row_size(call);
+    const int64_t size = state_size(call), rows = row_size(call);
     const State *of_heads = back ? &call->grad_state : &call->state;
     float *state = of_heads->sums + head * size, *row = of_heads->row + head * rows;
     float *own = state, *own_row = row;
@@ -175,62 +175,67 @@ static void sum_up(const Call *call, long head, long part, int back)
         memset(own, 0, (size + rows) * sizeof(float));
     }
     if (back)
-        pull_queries(call, head, part, own, own_row);
+        pull_queries(call, head, part, own, own_row, rest);
     else
-        sum_keys(call, head, part, own, own_row);
+        sum_keys(call, head, part, own, own_row, rest);
     if (call->split.parts == 1 || __atomic_add_fetch(counter_of(call, head), 1, __ATOMIC_ACQ_REL) < call->split.parts)
         return;
-    for (long m = 0; m < call->split.parts; m++) {
+    for (int64_t m = 0; m < call->split.parts; m++) {
         own = total_of(call, head, m), own_row = own + size;
-        for (long i = 0; i < size; i++)
+        for (int64_t i = 0; i < size; i++)
             state[i] += own[i];
-        for (long i = 0; i < rows; i++)
+        for (int64_t i = 0; i < rows; i++)
             row[i] += own_row[i];
     }
 }
 
 /* What comes of a state for a part's tokens. */
-static void spread(const Call *call, long head, long part, int back)
+static void spread(const Call *call, int64_t head, int64_t part, int back, float *rest)
 {
     if (back)
-        pull_keys(call, head, part);
+        pull_keys(call, head, part, rest);
     else
-        read_out(call, head, part, call->state.sums + head * state_size(call), call->state.row + head * row_size(call));
-    _mm_sfence(); /* what is written past the caches is there before others read it */
+        read_out(call, head, part, call->state.sums + head * state_size(call), call->state.row + head * row_size(call), rest);
+    fence(); /* what is written past the caches is there before others read it */
+}
+
+static void sum_up_piece(const void *of, int64_t n, int64_t worker)
+{
+    const Call *call = of;
+    const int64_t parts = call->split.parts;
+    sum_up(call, n / parts, n % parts, call->flags.back, scratch_of(call, worker));
+    if (parts == 1)
+        spread(call, n, 0, call->flags.back, scratch_of(call, worker));
+}
+
+static void spread_piece(const void *of, int64_t n, int64_t worker)
+{
+    const Call *call = of;
+    spread(call, n / call->split.parts, n % call->split.parts, call->flags.back, scratch_of(call, worker));
 }
 
 /* States and their gradients are sums of all tokens; backward, states are the saved ones. */
 static void run_all(Call *call, int back)
 {
-    const long parts = call->split.parts, all = call->size.all * parts;
+    call->flags.back = back;
+    const int64_t parts = call->split.parts, all = call->size.all * parts;
     const Sizes *size = &call->size;
     call->out.uncached = !back && size->values == size->e && streams(call, &call->out.sums, size->length, size->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
         o->uncached = !o->add && whole(o) && streams(call, &o->grad, o == &call->q ? size->length : size->keys, o->width);
-    for (long head = 0; parts > 1 && head < call->size.all; head++)
+    for (int64_t head = 0; parts > 1 && head < call->size.all; head++)
         *counter_of(call, head) = 0;
-#pragma omp parallel num_threads(call->split.threads)
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (long n = 0; n < all; n++) {
-            sum_up(call, n / parts, n % parts, back);
-            if (parts == 1)
-                spread(call, n, 0, back);
-        }
-        if (parts > 1) {
-#pragma omp for schedule(dynamic, 1)
-            for (long n = 0; n < all; n++)
-                spread(call, n / parts, n % parts, back);
-        }
-    }
+    share_work(call, sum_up_piece, all, call->split.threads);
+    if (parts > 1)
+        share_work(call, spread_piece, all, call->split.threads);
 }
 
-void isopos_forward_all(Call *call)
+EXPORT void isopos_forward_all(Call *call)
 {
     run_all(call, 0);
 }
 
-void isopos_backward_all(Call *call)
+EXPORT void isopos_backward_all(Call *call)
 {
     run_all(call, 1);
 }

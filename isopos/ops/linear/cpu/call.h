@@ -6,7 +6,7 @@
 /* Rows of tokens, contiguous features: strides in numbers; those of samples and heads may be zero. */
 typedef struct {
     void *first;
-    long sample, head, token;
+    int64_t sample, head, token;
 } View;
 
 enum { IDENTITY, ELU1, RELU, RELU2, EXP }; /* COMPILED of feature_maps.py */
@@ -17,9 +17,9 @@ enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather that is no fe
    gradient are `numbers` of a type, all others float32. */
 typedef struct {
     View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
-    long type, numbers, width;                                    /* width: the numbers up to whole vectors */
-    long phi, kind, add;                                          /* add: to gradients that are there */
-    long uncached;                                                /* whether gradients are written past the caches */
+    int64_t type, numbers, width;                                 /* width: the numbers up to whole vectors */
+    int64_t phi, kind, add;                                       /* add: to gradients that are there */
+    int64_t uncached;                                             /* whether gradients are written past the caches */
     double *grad_decay;                                           /* [all length] or null */
 } Input;
 
@@ -29,16 +29,17 @@ typedef struct {
 } State;
 
 typedef struct {
-    long all, heads;   /* heads of all samples, and of one */
-    long length, keys; /* tokens, of queries and of keys where sums are over all keys */
-    long d, e, own;    /* features of keys, of values, and of the denominator alone or 0: up to whole vectors */
-    long values;       /* numbers of a sum */
+    int64_t all, heads;   /* heads of all samples, and of one */
+    int64_t length, keys; /* tokens, of queries and of keys where sums are over all keys */
+    int64_t d, e, own;    /* features of keys, of values, and of the denominator alone or 0: up to whole vectors */
+    int64_t values;       /* numbers of a sum */
 } Sizes;
 
 typedef struct {
-    long denominated, divide;
-    long begins, ends; /* no token comes before these, or after them */
-    long reverse;      /* sums over later tokens, added to those that are there */
+    int64_t denominated, divide;
+    int64_t begins, ends; /* no token comes before these, or after them */
+    int64_t reverse;      /* sums over later tokens, added to those that are there */
+    int64_t back;         /* whether these are gradients: for the library itself */
 } Flags;
 
 typedef struct {
@@ -48,12 +49,12 @@ typedef struct {
 
 typedef struct {
     View sums, denominator, grad; /* sums are divided or not */
-    long uncached;                /* whether sums are written past the caches */
+    int64_t uncached;             /* whether sums are written past the caches */
 } Output;
 
 /* How heads are cut into parts, and buffers: threads may have small stacks. */
 typedef struct {
-    long parts, threads, total_size, scratch_size;
+    int64_t parts, threads, total_size, scratch_size;
     float *totals, *scratch; /* [all parts total_size] and [threads scratch_size] */
 } Split;
 
@@ -67,32 +68,32 @@ typedef struct {
     Output out;
     Split split;
     Input q, k, v;
-    long token;   /* of a step: its row in tables and weights */
-    long *status; /* bits of what went wrong on the way */
+    int64_t token;   /* of a step: its row in tables and weights */
+    int64_t *status; /* bits of what went wrong on the way */
     float floor;  /* the least magnitude of a denominator */
 } Call;
 
 /* c tokens of a head, from `start` on; the head is one of all, and number `in_sample` of its sample. */
 typedef struct {
-    long head, sample, in_sample, start, c;
+    int64_t head, sample, in_sample, start, c;
 } Chunk;
 
 typedef struct {
     const float *at;
-    long stride;
+    int64_t stride;
 } Rows;
 
-INLINE Chunk chunk_of(const Call *call, long head, long start, long to)
+INLINE Chunk chunk_of(const Call *call, int64_t head, int64_t start, int64_t to)
 {
     return (Chunk){head, head / call->size.heads, head % call->size.heads, start, to - start < CHUNK ? to - start : CHUNK};
 }
 
-INLINE long index_of(const View *view, Chunk n)
+INLINE int64_t index_of(const View *view, Chunk n)
 {
     return n.sample * view->sample + n.in_sample * view->head + n.start * view->token;
 }
 
-INLINE char *address_of(const View *view, Chunk n, long i, long type)
+INLINE char *address_of(const View *view, Chunk n, int64_t i, int64_t type)
 {
     return (char *)view->first + (index_of(view, n) + i * view->token) * (type == FLOAT32 ? 4 : 2);
 }
@@ -102,7 +103,7 @@ INLINE float *rows_of(const View *view, Chunk n)
     return (float *)view->first + index_of(view, n);
 }
 
-INLINE void report(const Call *call, long what)
+INLINE void report(const Call *call, int64_t what)
 {
     __atomic_fetch_or(call->status, what, __ATOMIC_RELAXED);
 }
@@ -113,17 +114,17 @@ INLINE float clamped(const Call *call, float denominator)
     return __builtin_fabsf(denominator) < call->floor ? __builtin_copysignf(call->floor, denominator) : denominator;
 }
 
-INLINE long blocks(long c)
+INLINE int64_t blocks(int64_t c)
 {
     return (c + ROWS - 1) / ROWS * ROWS;
 }
 
-INLINE float *scratch_of(const Call *call)
+INLINE float *scratch_of(const Call *call, int64_t worker)
 {
-    return call->split.scratch + omp_get_thread_num() * call->split.scratch_size;
+    return call->split.scratch + worker * call->split.scratch_size;
 }
 
-INLINE float *take(float **buffer, long count)
+INLINE float *take(float **buffer, int64_t count)
 {
     float *taken = *buffer;
     *buffer += count;
@@ -131,12 +132,12 @@ INLINE float *take(float **buffer, long count)
 }
 
 /* Some numbers as float32 with zeros up to a width: where they are, or in the buffer. */
-INLINE const float *load(const void *from, long type, long numbers, long width, float *buffer)
+INLINE const float *load(const void *from, int64_t type, int64_t numbers, int64_t width, float *buffer)
 {
     if (type == FLOAT32 && numbers == width)
         return from;
-    const long size = type == FLOAT32 ? 4 : 2;
-    for (long m = 0; m < width; m += LANES) {
+    const int64_t size = type == FLOAT32 ? 4 : 2;
+    for (int64_t m = 0; m < width; m += LANES) {
         const char *part = (const char *)from + m * size;
         char room[LANES * 4] = {0};
         if (m + LANES > numbers)
@@ -147,20 +148,20 @@ INLINE const float *load(const void *from, long type, long numbers, long width, 
 }
 
 /* The row i of an input. */
-INLINE const float *load_row(const Input *o, Chunk n, long i, float *buffer)
+INLINE const float *load_row(const Input *o, Chunk n, int64_t i, float *buffer)
 {
     return load(address_of(&o->x, n, i, o->type), o->type, o->numbers, o->width, buffer);
 }
 
-INLINE void store(const float *x, long type, long numbers, void *to)
+INLINE void store(const float *x, int64_t type, int64_t numbers, void *to)
 {
-    const long whole = numbers / LANES * LANES;
+    const int64_t whole = numbers / LANES * LANES;
     char room[LANES * 2];
     if (type == FLOAT32) {
         memcpy(to, x, numbers * 4);
         return;
     }
-    for (long m = 0; m < whole; m += LANES)
+    for (int64_t m = 0; m < whole; m += LANES)
         narrow(*(const lanes *)(x + m), type, (char *)to + m * 2);
     if (whole < numbers) {
         narrow(*(const lanes *)(x + whole), type, room);

@@ -7,11 +7,11 @@
 typedef struct {
     const Weights *w;
     const float *inside, *less; /* or null */
-    long c, own;
+    int64_t c, own;
 } Seen;
 
 /* Products of ROWS rows, from row i on, and of columns from j on. */
-INLINE void score_panel(const int wide, const Product *p, const Seen *seen, long i, long j, float *out, Ahead *ahead)
+INLINE void score_panel(const int wide, const Product *p, const Seen *seen, int64_t i, int64_t j, float *out, Ahead *ahead)
 {
     const float *inside = seen->inside, *row = seen->w->fades && !inside ? seen->w->row : 0;
     lanes sum[ROWS][WIDE];
@@ -35,16 +35,16 @@ INLINE void score_panel(const int wide, const Product *p, const Seen *seen, long
     for (int r = 0; r < ROWS; r++) {
         const int last = i + r < seen->c ? i + r + seen->own : 0;
         for (int w = 0; w < wide; w++)
-            *(lanes *)(out + (i + r) * CHUNK + j + w * LANES) = (lanes)((column + w * LANES < last) & (order)sum[r][w]);
+            *(lanes *)(out + (i + r) * CHUNK + j + w * LANES) = (lanes)((column + w * (int32_t)LANES < last) & (order)sum[r][w]);
     }
 }
 
 /* Weighted products of rows a and columns b [width CHUNK]. */
-static void weigh(Rows a, const float *b, long width, const Seen *seen, float *out, Ahead *ahead)
+static void weigh(Rows a, const float *b, int64_t width, const Seen *seen, float *out, Ahead *ahead)
 {
-    for (long i = 0; i < seen->c; i += ROWS) {
+    for (int64_t i = 0; i < seen->c; i += ROWS) {
         const Product p = {a.at + i * a.stride, a.stride, 1, b, CHUNK, width};
-        for (long j = 0; j < i + ROWS; j += WIDE * LANES)
+        for (int64_t j = 0; j < i + ROWS; j += WIDE * LANES)
             if (i + ROWS - j > LANES)
                 score_panel(WIDE, &p, seen, i, j, out, ahead);
             else
@@ -53,17 +53,17 @@ static void weigh(Rows a, const float *b, long width, const Seen *seen, float *o
 }
 
 /* Denominators of a chunk, as they are, given the sum of keys before it. */
-static void denominators(const Call *call, long c, const Weights *w, const Made *q, const Made *k, const float *row,
+static void denominators(const Call *call, int64_t c, const Weights *w, const Made *q, const Made *k, const float *row,
                          const float *scores, float *denominator)
 {
-    const long own = call->size.own, d = call->size.d;
+    const int64_t own = call->size.own, d = call->size.d;
     if (!own) {
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             lanes sum = {0};
-            for (long m = 0; m < d; m += LANES)
+            for (int64_t m = 0; m < d; m += LANES)
                 sum += *(const lanes *)(q->features.at + i * q->features.stride + m) * *(const lanes *)(row + m);
             sum *= w->before[i];
-            for (long j = 0; j <= i; j += LANES) /* zeros follow */
+            for (int64_t j = 0; j <= i; j += LANES) /* zeros follow */
                 sum += *(const lanes *)(scores + i * CHUNK + j);
             denominator[i] = total(sum);
         }
@@ -71,12 +71,12 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
     }
     const Rows queries = q->own, keys = k->own;
     memset(denominator, 0, c * sizeof(float));
-    for (long m = 0; m < own; m += WIDE * LANES) {
+    for (int64_t m = 0; m < own; m += WIDE * LANES) {
         lanes seen[WIDE];
         const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
             seen[v] = *(const lanes *)(row + m + v * LANES);
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             const float s = w->step[i], last = last_weight(w, i, call->flags.reverse);
             const float *key = keys.at + (call->flags.reverse && i ? i - 1 : i) * keys.stride + m;
             const float *query = queries.at + i * queries.stride + m;
@@ -91,17 +91,17 @@ static void denominators(const Call *call, long c, const Weights *w, const Made 
 }
 
 /* Gradients of the own features of a chunk [c own]; `row` sums up keys before it, `later` queries after it. */
-static void pull_denominators(const Call *call, long c, const Weights *w, const Made *q, const Made *k, const float *less,
+static void pull_denominators(const Call *call, int64_t c, const Weights *w, const Made *q, const Made *k, const float *less,
                               const float *row, const float *later, float *dq, float *dk)
 {
-    const long own = call->size.own;
+    const int64_t own = call->size.own;
     const Rows queries = q->own, keys = k->own;
-    for (long m = 0; m < own; m += WIDE * LANES) {
+    for (int64_t m = 0; m < own; m += WIDE * LANES) {
         lanes sum[WIDE], end[WIDE];
         const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
             sum[v] = *(const lanes *)(row + m + v * LANES);
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             const float s = w->step[i], last = last_weight(w, i, call->flags.reverse), l = -less[i];
             const float *key = keys.at + (call->flags.reverse && i ? i - 1 : i) * keys.stride + m;
             for (int v = 0; v < wide; v++) {
@@ -111,7 +111,7 @@ static void pull_denominators(const Call *call, long c, const Weights *w, const 
         }
         for (int v = 0; v < wide; v++)
             sum[v] = (lanes){0}, end[v] = *(const lanes *)(later + m + v * LANES);
-        for (long i = c - 1; i >= 0; i--) {
+        for (int64_t i = c - 1; i >= 0; i--) {
             const float s = i + 1 < c ? w->step[i + 1] : 0, a = w->after[i], l = less[i];
             const float first = !call->flags.reverse ? own_weight(w, i) : i + 1 < c ? next_weight(w, i + 1) : 0; /* to see it */
             for (int v = 0; v < wide; v++) {
@@ -131,7 +131,7 @@ typedef struct {
     float *grads, *less, *state, *row; /* backward: gradients of sums [c e], less those of denominators, and states before */
 } Step;
 
-#define STEP ((long)(sizeof(Step) + 63) / 64 * 16) /* numbers that one takes, of whole lines of memory */
+#define STEP ((int64_t)(sizeof(Step) + 63) / 64 * 16) /* numbers that one takes, of whole lines of memory */
 
 static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
 {
@@ -145,7 +145,7 @@ static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
 static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, const float *state, const float *row, float *rest)
 {
     const Chunk n = step->n;
-    const long c = n.c, d = call->size.d, e = call->size.e, reach = call->flags.begins && n.start == 0 ? 0 : d;
+    const int64_t c = n.c, d = call->size.d, e = call->size.e, reach = call->flags.begins && n.start == 0 ? 0 : d;
     const Rows q = step->q.features, v = step->v.features;
     float *transposed = take(&rest, d * CHUNK), *buffer = take(&rest, CHUNK * CHUNK), *scores = take(&rest, CHUNK * CHUNK);
     float *aside = take(&rest, ROWS * e);
@@ -157,7 +157,7 @@ static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, cons
     if (call->flags.denominated) {
         float *into = rows_of(&call->out.denominator, n);
         denominators(call, c, &step->w, &step->q, &step->k, row, scores, denominator);
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             if (call->flags.reverse)
                 denominator[i] += into[i * call->out.denominator.token];
             if (call->flags.divide)
@@ -167,18 +167,18 @@ static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, cons
             inverse[i] = 1 / denominator[i];
         }
     }
-    for (long i = 0; i < c; i += ROWS) {
-        const long to = i + ROWS < c ? i + ROWS : c;
+    for (int64_t i = 0; i < c; i += ROWS) {
+        const int64_t to = i + ROWS < c ? i + ROWS : c;
         const int direct = to - i == ROWS && call->size.values == e && !call->flags.reverse;
         const Out there = {out + i * call->out.sums.token, call->out.sums.token, call->flags.divide ? inverse + i : 0,
                            call->out.uncached, &zeros};
         const Product of_state = {q.at + i * q.stride, q.stride, 1, state, e, reach};
         const Product inside = {scores + i * CHUNK, CHUNK, 1, v.at, v.stride, to};
         block(direct ? &there : &(Out){aside, e}, e, &of_state, step->w.fades ? step->w.before + i : 0, &inside, ahead);
-        for (long r = i; !direct && r < to; r++) {
+        for (int64_t r = i; !direct && r < to; r++) {
             float *sum = aside + (r - i) * e, *to_row = out + r * call->out.sums.token, room[MOST] ALIGNED;
             const float *more = call->flags.reverse ? load(to_row, FLOAT32, call->size.values, e, room) : 0;
-            for (long m = 0; m < e; m += LANES) {
+            for (int64_t m = 0; m < e; m += LANES) {
                 lanes x = *(const lanes *)(sum + m);
                 if (more)
                     x += *(const lanes *)(more + m);
@@ -197,11 +197,11 @@ static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, cons
 /* Gradients of a chunk's sums [c e], with zeros up to a whole block, and less those of its denominators. */
 static void make_grads(const Call *call, Step *step, float **buffer)
 {
-    const long c = step->n.c, e = call->size.e;
+    const int64_t c = step->n.c, e = call->size.e;
     const float *grad = rows_of(&call->out.grad, step->n);
     float buffers[2][MOST] ALIGNED;
     step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK); /* of rows up to a whole block, too */
-    for (long i = 0; i < c; i++) {
+    for (int64_t i = 0; i < c; i++) {
         const float *row = grad + i * call->out.grad.token, *from = load(row, FLOAT32, call->size.values, e, buffers[0]);
         float *to = step->grads + i * e;
         if (!call->flags.divide) {
@@ -215,7 +215,7 @@ static void make_grads(const Call *call, Step *step, float **buffer)
         const float denominator = rows_of(&call->out.denominator, step->n)[i * call->out.denominator.token];
         const float inverse = 1 / denominator;
         lanes sum = {0};
-        for (long m = 0; m < e; m += LANES) {
+        for (int64_t m = 0; m < e; m += LANES) {
             const lanes g = *(const lanes *)(from + m) * inverse;
             sum += g * *(const lanes *)(out + m);
             *(lanes *)(to + m) = g;
@@ -231,9 +231,9 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
 {
     const Chunk n = step->n;
     const Weights *w = &step->w;
-    const long c = n.c, d = call->size.d, e = call->size.e, own = call->size.own;
-    const long earlier = call->flags.begins && n.start == 0 ? 0 : e;
-    const long later = call->flags.ends && n.start + c == call->size.length ? 0 : 1;
+    const int64_t c = n.c, d = call->size.d, e = call->size.e, own = call->size.own;
+    const int64_t earlier = call->flags.begins && n.start == 0 ? 0 : e;
+    const int64_t later = call->flags.ends && n.start + c == call->size.length ? 0 : 1;
     const float *less = call->flags.denominated ? step->less : 0;
     const Rows q = step->q.features, k = step->k.features, v = step->v.features, grad = {step->grads, e};
     float *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
@@ -249,18 +249,18 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
     weigh(grad, transposed, e, &less_seen, grad_scores, ahead);
     if (later)
         transpose((Rows){grad_state, e}, d, e, transposed, d);
-    for (long i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
-        const long to = i + ROWS < c ? i + ROWS : c;
+    for (int64_t i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
+        const int64_t to = i + ROWS < c ? i + ROWS : c;
         const Product of_state = {grad.at + i * e, e, 1, step->state, d, earlier};
         const Product inside = {grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to};
         block(&(Out){dq + i * d, d}, d, &of_state, before ? before + i : 0, &inside, ahead);
     }
-    for (long i = 0; i < c; i += ROWS) {
+    for (int64_t i = 0; i < c; i += ROWS) {
         const Product of_state = {v.at + i * v.stride, v.stride, 1, transposed, d, later * e};
         const Product inside = {grad_scores + i * CHUNK + i, 1, CHUNK, q.at + i * q.stride, q.stride, c - i};
         block(&(Out){dk + i * d, d}, d, &of_state, after ? after + i : 0, &inside, ahead);
     }
-    for (long i = 0; i < c; i += ROWS) {
+    for (int64_t i = 0; i < c; i += ROWS) {
         const Product of_state = {k.at + i * k.stride, k.stride, 1, grad_state, e, later * d};
         const Product inside = {scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i};
         block(&(Out){dv + i * e, e}, e, &of_state, after ? after + i : 0, &inside, ahead);
@@ -268,20 +268,20 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
     if (less && own)
         pull_denominators(call, c, w, &step->q, &step->k, less, step->row, grad_row, dq_own, dk_own);
     else if (less)
-        for (long i = 0; i < c; i++)
-            for (long m = 0; m < d; m += LANES) {
+        for (int64_t i = 0; i < c; i++)
+            for (int64_t m = 0; m < d; m += LANES) {
                 *(lanes *)(dq + i * d + m) -= w->before[i] * less[i] * *(const lanes *)(step->row + m);
                 *(lanes *)(dk + i * d + m) -= w->after[i] * *(const lanes *)(grad_row + m);
             }
     if (call->q.grad_decay) /* weights <q, k> exp(g_q - g_k): as if q and k were scaled */
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             double of_q = dot(dq + i * d, q.at + i * q.stride, d), of_k = dot(dk + i * d, k.at + i * k.stride, d);
             if (less && own) {
                 const Rows queries = step->q.own, keys = step->k.own;
                 of_q += dot(dq_own + i * own, queries.at + i * queries.stride, own);
                 of_k += dot(dk_own + i * own, keys.at + i * keys.stride, own);
             }
-            const long at = n.head * call->size.length + n.start + i;
+            const int64_t at = n.head * call->size.length + n.start + i;
             call->q.grad_decay[at] = of_q, call->k.grad_decay[at] = -of_k;
         }
     pull(call, &call->q, n, d, step->q.plain, dq, less && own ? dq_own : 0);
@@ -291,33 +291,33 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
 
 /* --- heads and their parts --- */
 
-long isopos_call_size(void)
+EXPORT int64_t isopos_call_size(void)
 {
     return sizeof(Call);
 }
 
 /* Numbers that a thread needs at most, as the functions here take them. */
-long isopos_scratch_size(long d, long e, long own)
+EXPORT int64_t isopos_scratch_size(int64_t d, int64_t e, int64_t own)
 {
-    const long row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
-    const long chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    const int64_t row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
+    const int64_t chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
     return GROUP * (step + STEP) + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + chunk;
 }
 
-static void forward_part(const Call *call, long head, long part)
+static void forward_part(const Call *call, int64_t head, int64_t part, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
-    const long groups = isopos_groups(call->size.length);
-    float *rest = scratch_of(call), *state = take(&rest, size), *row = take(&rest, d > call->size.own ? d : call->size.own);
+    const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
+    const int64_t groups = isopos_groups(call->size.length);
+    float *state = take(&rest, size), *row = take(&rest, d > call->size.own ? d : call->size.own);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
-    const long from = begin_of(call, part, 0), to = begin_of(call, part + 1, 0);
+    const int64_t from = begin_of(call, part, 0), to = begin_of(call, part + 1, 0);
     start_part(call, head, part, call->state.sums, call->state.row, state, row);
     const int kept = to == call->size.length && !call->flags.ends; /* whether a state after the last chunk is wanted */
-    for (long start = from; start < to; start += CHUNK) {
+    for (int64_t start = from; start < to; start += CHUNK) {
         float *buffer = rest;
         Step step;
         if (call->saved.sums && start % group == 0) {
-            const long at = head * groups + start / group;
+            const int64_t at = head * groups + start / group;
             memcpy(call->saved.sums + at * size, state, size * sizeof(float));
             memcpy(call->saved.row + at * rows, row, rows * sizeof(float));
         }
@@ -337,14 +337,14 @@ static void forward_part(const Call *call, long head, long part)
 }
 
 /* A group of chunks, given gradients of the states after it, which become those before it. */
-static void backward_group(const Call *call, long head, long start, long to, float *grad_state, float *grad_row, float *scaled,
-                           float *rest)
+static void backward_group(const Call *call, int64_t head, int64_t start, int64_t to, float *grad_state, float *grad_row,
+                           float *scaled, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call);
-    const long at = head * isopos_groups(call->size.length) + start / (GROUP * CHUNK);
+    const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call);
+    const int64_t at = head * isopos_groups(call->size.length) + start / (GROUP * CHUNK);
     Step *steps = (Step *)take(&rest, GROUP * STEP), *step = steps; /* too much for a small stack */
     Ahead none = {0};
-    for (long n = start; n < to; n += CHUNK, step++) {
+    for (int64_t n = start; n < to; n += CHUNK, step++) {
         begin_step(call, chunk_of(call, head, n, to), step, &rest);
         make_grads(call, step, &rest);
         step->state = take(&rest, size), step->row = take(&rest, d > call->size.own ? d : call->size.own);
@@ -361,7 +361,7 @@ static void backward_group(const Call *call, long head, long start, long to, flo
             add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
     }
     while (step-- > steps) {
-        const long earlier = step->n.start - GROUP * CHUNK;
+        const int64_t earlier = step->n.start - GROUP * CHUNK;
         Ahead ahead = earlier < 0 ? none : ahead_of(call, chunk_of(call, head, earlier, to), 0, call->q.add ? 8 : 5);
         backward_chunk(call, step, &ahead, grad_state, grad_row, rest);
         outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state,
@@ -371,14 +371,14 @@ static void backward_group(const Call *call, long head, long start, long to, flo
     }
 }
 
-static void backward_part(const Call *call, long head, long part)
+static void backward_part(const Call *call, int64_t head, int64_t part, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
-    float *rest = scratch_of(call), *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->size.own ? d : call->size.own);
+    const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
+    float *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->size.own ? d : call->size.own);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
-    const long from = begin_of(call, part, 1), to = begin_of(call, part + 1, 1);
+    const int64_t from = begin_of(call, part, 1), to = begin_of(call, part + 1, 1);
     start_part(call, head, part, call->grad_state.sums, call->grad_state.row, grad_state, grad_row);
-    for (long start = (to - 1) / group * group; start >= from; start -= group)
+    for (int64_t start = (to - 1) / group * group; start >= from; start -= group)
         backward_group(call, head, start, start + group < to ? start + group : to, grad_state, grad_row, scaled, rest);
     if (from == 0 && !call->flags.begins) {
         memcpy(call->grad_state.sums + head * size, grad_state, size * sizeof(float));
@@ -387,13 +387,13 @@ static void backward_part(const Call *call, long head, long part)
 }
 
 /* Adds a part to a total, and to the weight across it: of the state before it, or with `back` of the gradient of that after it. */
-static void sum_part(const Call *call, long head, long part, float *state, int back)
+static void sum_part(const Call *call, int64_t head, int64_t part, float *state, int back, float *rest)
 {
-    const long d = call->size.d, e = call->size.e, rows = row_size(call);
-    float *rest = scratch_of(call), *scaled = take(&rest, CHUNK * (d > e ? d : e));
+    const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
+    float *scaled = take(&rest, CHUNK * (d > e ? d : e));
     float *row = state + state_size(call), *across = row + rows;
-    const long from = begin_of(call, part, back), to = begin_of(call, part + 1, back);
-    for (long m = 0, start; m < to - from; m += CHUNK) {
+    const int64_t from = begin_of(call, part, back), to = begin_of(call, part + 1, back);
+    for (int64_t m = 0, start; m < to - from; m += CHUNK) {
         float *buffer = rest;
         Step step;
         start = back ? from + (to - from - 1) / CHUNK * CHUNK - m : from + m;
@@ -418,10 +418,10 @@ static void sum_part(const Call *call, long head, long part, float *state, int b
 }
 
 /* Totals of parts begin with nothing; those of two with the state of the head, by which they are what each part starts with. */
-static void begin_totals(const Call *call, long head, int back)
+static void begin_totals(const Call *call, int64_t head, int back)
 {
-    const long size = state_size(call), rows = row_size(call);
-    for (long part = 0; part < call->split.parts; part++) {
+    const int64_t size = state_size(call), rows = row_size(call);
+    for (int64_t part = 0; part < call->split.parts; part++) {
         float *total = total_of(call, head, part);
         memset(total, 0, (size + rows) * sizeof(float));
         total[size + rows] = 1;
@@ -433,14 +433,14 @@ static void begin_totals(const Call *call, long head, int back)
 }
 
 /* Totals of parts become the states that they start with; that of the head goes through them. */
-static void join_parts(const Call *call, long head, int back)
+static void join_parts(const Call *call, int64_t head, int back)
 {
-    const long size = state_size(call), rows = row_size(call);
+    const int64_t size = state_size(call), rows = row_size(call);
     const State *of_heads = back ? &call->grad_state : &call->state;
     float *state = of_heads->sums + head * size, *row = of_heads->row + head * rows;
-    for (long m = 0; m < call->split.parts; m++) {
+    for (int64_t m = 0; m < call->split.parts; m++) {
         float *own = total_of(call, head, back ? call->split.parts - 1 - m : m), across = own[size + rows];
-        for (long i = 0; i < size + rows; i++) {
+        for (int64_t i = 0; i < size + rows; i++) {
             float *through = i < size ? state + i : row + i - size;
             const float added = own[i];
             own[i] = *through;
@@ -452,17 +452,22 @@ static void join_parts(const Call *call, long head, int back)
 
 /* Whether rows [width] of all tokens are written past the caches: where they are many, and whole lines of memory that has been
    in use (what the system has cleared just now is in a cache). */
-static int streams(const Call *call, const View *view, long length, long width)
+static int streams(const Call *call, const View *view, int64_t length, int64_t width)
 {
-    const long strides = view->sample | view->head | view->token | width;
-    const unsigned long first = (unsigned long)view->first, inside = (first + length / 2 * view->token * 4) & -4096;
+#ifdef RESIDENT
+    const int64_t strides = view->sample | view->head | view->token | width;
+    const uintptr_t first = (uintptr_t)view->first, inside = (first + length / 2 * view->token * 4) & ~(uintptr_t)4095;
     unsigned char used;
     return call->size.all * length * width >= UNCACHED && strides % 16 == 0 && first % 64 == 0 &&
            !mincore((void *)inside, 1, &used) && used & 1;
+#else
+    (void)call, (void)view, (void)length, (void)width;
+    return 0;
+#endif
 }
 
 /* Makes tokens go from the last one to the first. */
-static void turn(View *view, long length, long size)
+static void turn(View *view, int64_t length, int64_t size)
 {
     view->first = view->first ? (char *)view->first + (length - 1) * view->token * size : 0;
     view->token = -view->token;
@@ -470,9 +475,9 @@ static void turn(View *view, long length, long size)
 
 static void turn_all(Call *call)
 {
-    const long length = call->size.length;
+    const int64_t length = call->size.length;
     for (Input *o = &call->q; o <= &call->v; o++) {
-        const long size = o->type == FLOAT32 ? 4 : 2;
+        const int64_t size = o->type == FLOAT32 ? 4 : 2;
         turn(&o->x, length, size), turn(&o->grad, length, size);
         turn(&o->own, length, 4), turn(&o->grad_own, length, 4);
         turn(&o->table, length, o->kind == GATHER ? 1 : 4), turn(&o->grad_table, length, 4);
@@ -482,50 +487,61 @@ static void turn_all(Call *call)
     turn(&call->out.sums, length, 4), turn(&call->out.denominator, length, 4), turn(&call->out.grad, length, 4);
 }
 
-/* Threads take heads, or their parts, dynamically. */
+/* Pieces of a call are heads, or their parts. */
+static void sum_piece(const void *of, int64_t n, int64_t worker)
+{
+    const Call *call = of;
+    const int64_t back = call->flags.back, parts = call->split.parts, head = n / parts, part = n % parts;
+    if (part != (back ? 0 : parts - 1))
+        sum_part(call, head, part, total_of(call, head, part), back, scratch_of(call, worker));
+}
+
+static void join_piece(const void *call, int64_t n, int64_t worker)
+{
+    (void)worker;
+    join_parts(call, n, ((const Call *)call)->flags.back);
+}
+
+static void piece(const void *of, int64_t n, int64_t worker)
+{
+    const Call *call = of;
+    const int64_t back = call->flags.back, parts = call->split.parts, head = n / parts, part = n % parts;
+    float *scratch = scratch_of(call, worker);
+    if (parts == 2 && part == !back) /* rather than to wait for the other one */
+        sum_part(call, head, !part, total_of(call, head, part), back, scratch);
+    if (back)
+        backward_part(call, head, part, scratch);
+    else
+        forward_part(call, head, part, scratch);
+    fence(); /* what is written past the caches is there before others read it */
+}
+
 static void run(Call *call, int back)
 {
+    call->flags.back = back;
     if (call->flags.reverse)
         turn_all(call);
     const Sizes *size = &call->size;
-    const long parts = call->split.parts, all = size->all * parts;
+    const int64_t parts = call->split.parts, all = size->all * parts;
     call->out.uncached = !back && !call->flags.reverse && size->values == size->e &&
                          streams(call, &call->out.sums, size->length, size->e);
     for (Input *o = &call->q; back && o <= &call->v; o++)
         o->uncached = !o->add && whole(o) && streams(call, &o->grad, size->length, o->width);
-    for (long head = 0; parts > 1 && head < size->all; head++)
+    for (int64_t head = 0; parts > 1 && head < size->all; head++)
         begin_totals(call, head, back);
-#pragma omp parallel num_threads(call->split.threads)
-    {
-        if (parts > 2) {
-#pragma omp for schedule(dynamic, 1)
-            for (long n = 0; n < all; n++)
-                if (n % parts != (back ? 0 : parts - 1))
-                    sum_part(call, n / parts, n % parts, total_of(call, n / parts, n % parts), back);
-#pragma omp for
-            for (long head = 0; head < size->all; head++)
-                join_parts(call, head, back);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (long n = 0; n < all; n++) {
-            const long head = n / parts, part = n % parts;
-            if (parts == 2 && part == !back) /* rather than to wait for the other one */
-                sum_part(call, head, !part, total_of(call, head, part), back);
-            if (back)
-                backward_part(call, head, part);
-            else
-                forward_part(call, head, part);
-            _mm_sfence(); /* what is written past the caches is there before others read it */
-        }
+    if (parts > 2) {
+        share_work(call, sum_piece, all, call->split.threads);
+        share_work(call, join_piece, size->all, call->split.threads);
     }
+    share_work(call, piece, all, call->split.threads);
 }
 
-void isopos_forward(Call *call)
+EXPORT void isopos_forward(Call *call)
 {
     run(call, 0);
 }
 
-void isopos_backward(Call *call)
+EXPORT void isopos_backward(Call *call)
 {
     run(call, 1);
 }

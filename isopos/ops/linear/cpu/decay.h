@@ -13,7 +13,7 @@ typedef struct {
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
 {
-    const long c = n.c;
+    const int64_t c = n.c;
     double step[CHUNK], start = 0, end = 0;
     w->fades = 0;
     if (call->decay.query.first) {
@@ -24,7 +24,7 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         start = sign * key[first ? 0 : -call->decay.key.token], end = sign * key[(c - 1) * call->decay.key.token];
         if (first && start < sign * *query) /* that token has no key before it, from which to fall */
             start = sign * *query;
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             w->query[i] = sign * query[i * call->decay.query.token];
             w->key[i] = sign * key[i * call->decay.key.token];
             w->fades |= w->query[i] != start || w->key[i] != start;
@@ -32,16 +32,16 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
         }
     }
     if (!w->fades) {
-        for (long i = 0; i < CHUNK; i++)
+        for (int64_t i = 0; i < CHUNK; i++)
             w->before[i] = w->after[i] = w->step[i] = 1;
         w->across = 1;
         return;
     }
-    for (long i = c; i % LANES; i++)
+    for (int64_t i = c; i % LANES; i++)
         w->query[i] = w->key[i] = end, step[i] = 0;
     w->steep = !(w->query[c - 1] - w->key[0] >= -STEEP && end - w->key[0] >= -STEEP);
     w->across = exponentials((doubles){end - start})[0];
-    for (long i = 0; i < c; i += LANES) {
+    for (int64_t i = 0; i < c; i += LANES) {
         const doubles query = *(const doubles *)(w->query + i), key = *(const doubles *)(w->key + i);
         *(lanes *)(w->before + i) = exponentials(query - start);
         *(lanes *)(w->after + i) = exponentials(end - key);
@@ -52,30 +52,30 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
 }
 
 /* The weight of a token's own key, and that of the key before it. */
-INLINE float own_weight(const Weights *w, long i)
+INLINE float own_weight(const Weights *w, int64_t i)
 {
     return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
 }
 
-INLINE float next_weight(const Weights *w, long i)
+INLINE float next_weight(const Weights *w, int64_t i)
 {
     return w->fades && w->query[i - 1] != w->key[i - 1] ? exponentials((doubles){w->query[i] - w->key[i - 1]})[0] : w->step[i];
 }
 
 /* The weight of the last key that token i of a chunk sees, its own one or in `reverse` that before it; 0 where another chunk has
    it. */
-INLINE float last_weight(const Weights *w, long i, long reverse)
+INLINE float last_weight(const Weights *w, int64_t i, int64_t reverse)
 {
     return !reverse ? own_weight(w, i) : i ? next_weight(w, i) : 0;
 }
 
 /* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
-static const float *make_inside(const Weights *w, long c, float *out)
+static const float *make_inside(const Weights *w, int64_t c, float *out)
 {
     if (!w->fades || !w->steep)
         return 0;
-    for (long i = 0; i < c; i++)
-        for (long j = 0; j <= i; j += LANES)
+    for (int64_t i = 0; i < c; i++)
+        for (int64_t j = 0; j <= i; j += LANES)
             *(lanes *)(out + i * CHUNK + j) = exponentials(w->query[i] - *(const doubles *)(w->key + j));
     return out;
 }

@@ -1,6 +1,6 @@
 /* Features of tokens and their gradients: phi, a reflection, then the table of an isometry. */
 
-INLINE lanes feature(long phi, lanes x)
+INLINE lanes feature(int64_t phi, lanes x)
 {
     const lanes positive = at_least(x, 0);
     if (phi == ELU1)
@@ -13,15 +13,15 @@ INLINE lanes feature(long phi, lanes x)
 }
 
 /* Of x and its feature y. */
-INLINE lanes slope(long phi, lanes x, lanes y)
+INLINE lanes slope(int64_t phi, lanes x, lanes y)
 {
     const lanes zero = {0}, one = zero + 1.0f;
     if (phi == ELU1)
         return at_most(y, 1);
     if (phi == RELU)
-        return choose(x > zero, one, zero);
+        return choose((order)(x > zero), one, zero);
     if (phi == RELU2)
-        return choose(x > zero, x + x, zero);
+        return choose((order)(x > zero), x + x, zero);
     return phi == EXP ? y : one;
 }
 
@@ -44,44 +44,46 @@ INLINE lanes slope(long phi, lanes x, lanes y)
         call(IDENTITY);           \
     }
 
-static void map(long phi, const float *x, float *y, long width)
+static void map(int64_t phi, const float *x, float *y, int64_t width)
 {
 #define MAP(phi)                              \
-    for (long m = 0; m < width; m += LANES)   \
+    for (int64_t m = 0; m < width; m += LANES)   \
     *(lanes *)(y + m) = feature(phi, *(const lanes *)(x + m))
     BY_MAP(phi, MAP)
 }
 
 /* phi(x) and phi'(x) of numbers up to whole vectors: what tests compare with feature_maps.py. */
-void isopos_features(long phi, const float *x, float *y, float *derivative, long count)
+EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *derivative, int64_t count)
 {
     map(phi, x, y, count);
-    for (long m = 0; m < count; m += LANES)
+    for (int64_t m = 0; m < count; m += LANES)
         *(lanes *)(derivative + m) = slope(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
 }
+
+#define OTHER(l) HALF1(l)
+#define EVEN(l) ((l) & ~1)
+#define ODD(l) ((l) | 1)
+#define SIGN(l) ((l) & 1 ? 1 : -1)
 
 /* a * b, less c in even lanes and c more in odd ones; with sign -1 the reverse. */
 INLINE lanes alternate(lanes a, lanes b, lanes c, float sign)
 {
-#if LANES == 16
-    const __m512 x = (__m512)a, y = (__m512)b, z = (__m512)c;
-    return (lanes)(sign > 0 ? _mm512_fmaddsub_ps(x, y, z) : _mm512_fmsubadd_ps(x, y, z));
+#ifdef __FMA__
+    const native x = (native)a, y = (native)b, z = (native)c;
+    return (lanes)(sign > 0 ? X86(fmaddsub_ps)(x, y, z) : X86(fmsubadd_ps)(x, y, z));
 #else
-    const __m256 x = (__m256)a, y = (__m256)b, z = (__m256)c;
-    return (lanes)(sign > 0 ? _mm256_fmaddsub_ps(x, y, z) : _mm256_fmsubadd_ps(x, y, z));
+    const lanes signs = {LIST(SIGN)};
+    return a * b + sign * signs * c;
 #endif
 }
 
 /* Pairs times cos + i sin, or with sign -1 times cos - i sin; x may be y. */
-INLINE void rotate(const float *x, const float *table, float sign, float *y, long width)
+INLINE void rotate(const float *x, const float *table, float sign, float *y, int64_t width)
 {
-#define OTHER(l) ((l) ^ 1)
-#define EVEN(l) ((l) & ~1)
-#define ODD(l) ((l) | 1)
-    for (long m = 0; m < width; m += LANES) {
+    for (int64_t m = 0; m < width; m += LANES) {
         const lanes a = *(const lanes *)(x + m), t = *(const lanes *)(table + m);
-        const lanes cosine = __builtin_shuffle(t, (order)LANES_LIST(EVEN)), sine = __builtin_shuffle(t, (order)LANES_LIST(ODD));
-        *(lanes *)(y + m) = alternate(a, cosine, __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * sine, sign);
+        const lanes cosine = SHUFFLE(t, t, EVEN), sine = SHUFFLE(t, t, ODD);
+        *(lanes *)(y + m) = alternate(a, cosine, SHUFFLE(a, a, OTHER) * sine, sign);
     }
 }
 
@@ -90,43 +92,45 @@ INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
 #define FIRST(l) (2 * (l))
 #define SECOND(l) (2 * (l) + 1)
     const lanes a = *(const lanes *)table, b = *(const lanes *)(table + LANES);
-    *cosine = __builtin_shuffle(a, b, (order)LANES_LIST(FIRST));
-    *sine = __builtin_shuffle(a, b, (order)LANES_LIST(SECOND));
+    *cosine = SHUFFLE(a, b, FIRST);
+    *sine = SHUFFLE(a, b, SECOND);
 }
 
 /* The reflection of x, which may be y. */
-INLINE void reflect(const float *normal, const float *x, float *y, long width)
+INLINE void reflect(const float *normal, const float *x, float *y, int64_t width)
 {
     const float twice = 2 * dot(x, normal, width);
-    for (long m = 0; m < width; m += LANES)
+    for (int64_t m = 0; m < width; m += LANES)
         *(lanes *)(y + m) = *(const lanes *)(x + m) - twice * *(const lanes *)(normal + m);
 }
 
-INLINE int in_range(const unsigned char *index, long width)
+INLINE int in_range(const unsigned char *index, int64_t width)
 {
     unsigned char most = 0;
-    for (long m = 0; m < width; m++)
+    for (int64_t m = 0; m < width; m++)
         most = index[m] > most ? index[m] : most;
     return most < width;
 }
 
-INLINE void gather(const float *x, const unsigned char *index, float *y, long width)
+INLINE void gather(const float *x, const unsigned char *index, float *y, int64_t width)
 {
+#ifdef LOOKS_UP
     if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* out of every two registers, which the bits above those say */
-        for (long m = 0; m < width; m += LANES) {
+        for (int64_t m = 0; m < width; m += LANES) {
             order at;
             for (int l = 0; l < LANES; l++)
                 at[l] = index[m + l];
-            lanes found = __builtin_shuffle(*(const lanes *)x, *(const lanes *)(x + LANES), at);
-            for (long n = 2 * LANES; n < width; n += 2 * LANES) {
-                const lanes other = __builtin_shuffle(*(const lanes *)(x + n), *(const lanes *)(x + n + LANES), at);
-                found = choose(at >= (int)n, other, found);
+            lanes found = look_up(*(const lanes *)x, *(const lanes *)(x + LANES), at);
+            for (int64_t n = 2 * LANES; n < width; n += 2 * LANES) {
+                const lanes other = look_up(*(const lanes *)(x + n), *(const lanes *)(x + n + LANES), at);
+                found = choose((order)(at >= (int32_t)n), other, found);
             }
             *(lanes *)(y + m) = found;
         }
         return;
     }
-    for (long m = 0; m < width; m++)
+#endif
+    for (int64_t m = 0; m < width; m++)
         y[m] = x[index[m]];
 }
 
@@ -138,7 +142,7 @@ INLINE void move(const Input *o, const float *x, const void *table, float *y)
     else if (o->kind == GATHER)
         gather(x, table, y, o->numbers);
     else
-        for (long m = 0; m < o->width; m += LANES) {
+        for (int64_t m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
             split_table((const float *)table + 2 * m, &cosine, &sine);
             *(lanes *)(y + m) = *(const lanes *)(x + m) * cosine;
@@ -152,12 +156,12 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
     if (o->kind == ROTATION)
         rotate(y, table, -1, x, o->width);
     else if (o->kind == GATHER) {
-        for (long m = 0; m < o->numbers; m++)
+        for (int64_t m = 0; m < o->numbers; m++)
             x[((const unsigned char *)table)[m]] = y[m];
-        for (long m = o->numbers; m < o->width; m++)
+        for (int64_t m = o->numbers; m < o->width; m++)
             x[m] = 0;
     } else
-        for (long m = 0; m < o->width; m += LANES) {
+        for (int64_t m = 0; m < o->width; m += LANES) {
             lanes cosine, sine;
             split_table((const float *)table + 2 * m, &cosine, &sine);
             *(lanes *)(x + m) = *(const lanes *)(y + m) * cosine + *(const lanes *)(y + o->width + m) * sine;
@@ -167,33 +171,32 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
 /* The gradient of a token's table [2 a pair], from features before it and gradients after it. */
 INLINE void pull_table(const Input *o, const float *x, const float *grad, float *out)
 {
-#define SIGN(l) ((l) & 1 ? 1 : -1)
 #define ODD_OF_SECOND(l) ((l) & 1 ? LANES + (l) : (l))
 #define FROM_LOW(l) (((l) & 1 ? LANES : 0) + (l) / 2)
 #define FROM_HIGH(l) (((l) & 1 ? LANES : 0) + LANES / 2 + (l) / 2)
-    const lanes signs = LANES_LIST(SIGN);
-    for (long m = 0; m < o->width; m += LANES) {
+    const lanes signs = {LIST(SIGN)};
+    for (int64_t m = 0; m < o->width; m += LANES) {
         const lanes a = *(const lanes *)(x + m), g = *(const lanes *)(grad + m);
         if (o->kind == ROTATION) {
-            const lanes same = a * g, crossed = __builtin_shuffle(a, (order)LANES_LIST(OTHER)) * g * signs;
-            const lanes cosine = same + __builtin_shuffle(same, (order)LANES_LIST(OTHER));
-            const lanes sine = crossed + __builtin_shuffle(crossed, (order)LANES_LIST(OTHER));
-            *(lanes *)(out + m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(ODD_OF_SECOND));
+            const lanes same = a * g, crossed = SHUFFLE(a, a, OTHER) * g * signs;
+            const lanes cosine = same + SHUFFLE(same, same, OTHER);
+            const lanes sine = crossed + SHUFFLE(crossed, crossed, OTHER);
+            *(lanes *)(out + m) = SHUFFLE(cosine, sine, ODD_OF_SECOND);
         } else {
             const lanes cosine = a * g, sine = a * *(const lanes *)(grad + o->width + m);
-            *(lanes *)(out + 2 * m) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_LOW));
-            *(lanes *)(out + 2 * m + LANES) = __builtin_shuffle(cosine, sine, (order)LANES_LIST(FROM_HIGH));
+            *(lanes *)(out + 2 * m) = SHUFFLE(cosine, sine, FROM_LOW);
+            *(lanes *)(out + 2 * m + LANES) = SHUFFLE(cosine, sine, FROM_HIGH);
         }
     }
 }
 
 /* The token i of a chunk in the table of an input, in the buffer if need be: indices of a byte, or float32. */
-INLINE const void *table_of(const Input *o, Chunk n, long i, float *buffer)
+INLINE const void *table_of(const Input *o, Chunk n, int64_t i, float *buffer)
 {
-    const long at = index_of(&o->table, n) + i * o->table.token;
+    const int64_t at = index_of(&o->table, n) + i * o->table.token;
     if (o->kind == GATHER)
         return (const unsigned char *)o->table.first + at;
-    const long each = o->kind == LIFT ? 2 : 1;
+    const int64_t each = o->kind == LIFT ? 2 : 1;
     return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
 }
 
@@ -208,12 +211,12 @@ INLINE int whole(const Input *o)
     return o->type == FLOAT32 && o->numbers == o->width;
 }
 
-INLINE int ready(const Input *o, long c)
+INLINE int ready(const Input *o, int64_t c)
 {
     return o->phi == IDENTITY && o->kind == NONE && !o->normal.first && !o->mask.first && c % ROWS == 0 && whole(o);
 }
 
-INLINE int dropped(const Input *o, Chunk n, long i)
+INLINE int dropped(const Input *o, Chunk n, int64_t i)
 {
     return o->mask.first && !((const char *)o->mask.first)[index_of(&o->mask, n) + i * o->mask.token];
 }
@@ -230,9 +233,9 @@ INLINE int moves(const Input *o)
 }
 
 /* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
-INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d, float *plain, float *features)
+INLINE void make_token(const Call *call, const Input *o, Chunk n, int64_t i, int64_t d, float *plain, float *features)
 {
-    const long width = o->width;
+    const int64_t width = o->width;
     if (dropped(o, n, i)) { /* whatever it holds */
         memset(plain, 0, width * sizeof(float));
         memset(features, 0, d * sizeof(float));
@@ -240,7 +243,7 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d
     }
     float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
     map(o->phi, load_row(o, n, i, buffer), plain, width);
-    for (long m = o->numbers; m < width; m++)
+    for (int64_t m = o->numbers; m < width; m++)
         plain[m] = 0; /* whatever phi makes of zero */
     if (!moves(o))
         return;
@@ -259,20 +262,20 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, long i, long d
         return;
     }
     move(o, y, table, features);
-    for (long m = o->numbers; o->kind == GATHER && m < width; m++)
+    for (int64_t m = o->numbers; o->kind == GATHER && m < width; m++)
         features[m] = 0;
 }
 
 /* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
-static Made make_features(const Call *call, const Input *o, Chunk n, long d, float **buffer)
+static Made make_features(const Call *call, const Input *o, Chunk n, int64_t d, float **buffer)
 {
-    const long c = n.c;
+    const int64_t c = n.c;
     const int own = call->size.own && o != &call->v;
     Made made = {{rows_of(&o->x, n), o->x.token}, {0, 0}, 0};
     if (!ready(o, c)) {
         const int apart = moves(o) && own && !o->own.first;
         float *rows = take(buffer, CHUNK * d), *plains = apart ? take(buffer, CHUNK * o->width) : 0, room[MOST] ALIGNED;
-        for (long i = 0; i < c; i++) {
+        for (int64_t i = 0; i < c; i++) {
             float *features = rows + i * d, *plain = moves(o) ? apart ? plains + i * o->width : room : features;
             make_token(call, o, n, i, d, plain, features);
         }
@@ -287,11 +290,11 @@ static Made make_features(const Call *call, const Input *o, Chunk n, long d, flo
 }
 
 /* Gradients of a learned table from those of features [c d], given phi's own where they are. */
-static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const float *grad, const float *saved)
+static void pull_tables(const Call *call, const Input *o, Chunk n, int64_t d, const float *grad, const float *saved)
 {
-    const long numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
+    const int64_t numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
     float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
-    for (long i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
+    for (int64_t i = 0; i < n.c; i++, grad += d, out += o->grad_table.token) {
         if (dropped(o, n, i)) {
             memset(out, 0, numbers * sizeof(float));
             continue;
@@ -308,11 +311,11 @@ static void pull_tables(const Call *call, const Input *o, Chunk n, long d, const
 }
 
 /* The gradient of a token x, from that of phi's features and phi's features y, or null. */
-static void pull_token(long phi, const float *x, const float *y, const float *grad, const float *more, long width, long add,
-                       int uncached, float *out)
+static void pull_token(int64_t phi, const float *x, const float *y, const float *grad, const float *more, int64_t width,
+                       int64_t add, int uncached, float *out)
 {
 #define PULL(phi)                                                                                    \
-    for (long m = 0; m < width; m += LANES) {                                                        \
+    for (int64_t m = 0; m < width; m += LANES) {                                                        \
         lanes g = *(const lanes *)(grad + m);                                                        \
         if (more)                                                                                    \
             g += *(const lanes *)(more + m);                                                         \
@@ -328,18 +331,18 @@ static void pull_token(long phi, const float *x, const float *y, const float *gr
 }
 
 /* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
-static void pull(const Call *call, const Input *o, Chunk n, long d, const float *saved, float *grad, float *grad_own)
+static void pull(const Call *call, const Input *o, Chunk n, int64_t d, const float *saved, float *grad, float *grad_own)
 {
-    const long width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
+    const int64_t width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
     float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED, sum[MOST] ALIGNED;
     if (o->grad_own.first) {
-        for (long i = 0; i < n.c; i++)
+        for (int64_t i = 0; i < n.c; i++)
             memcpy(rows_of(&o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->size.own, call->size.own * sizeof(float));
         grad_own = 0;
     }
     if (o->grad_table.first)
         pull_tables(call, o, n, d, grad, saved);
-    for (long i = 0; i < n.c; i++, grad += d) {
+    for (int64_t i = 0; i < n.c; i++, grad += d) {
         const float *from = grad;
         char *out = address_of(&o->grad, n, i, o->type);
         if (dropped(o, n, i)) { /* whatever it holds */

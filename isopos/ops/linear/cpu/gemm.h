@@ -5,9 +5,9 @@
 /* a [rows depth] times b [depth columns]; a's strides let it be a transpose. */
 typedef struct {
     const float *a;
-    long row, column;
+    int64_t row, column;
     const float *b;
-    long stride, depth;
+    int64_t stride, depth;
 } Product;
 
 /* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
@@ -18,8 +18,8 @@ typedef struct {
     Chunk n;
     int tensor, tensors;   /* the next one, and the end */
     const char *at, *stop; /* the next line, and the end of its row */
-    long stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
-    long left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
+    int64_t stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
+    int64_t left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
 } Ahead;
 
 /* To the next tensor that there is, when one is done. */
@@ -30,8 +30,8 @@ static void go_on(Ahead *ahead)
         const int m = ahead->tensor++;
         const Input *inputs[] = {&call->k, &call->v, &call->q}, *o = m < 3 ? inputs[m] : m < 5 ? 0 : inputs[m - 5];
         const View *view = m < 3 ? &o->x : m == 3 ? &call->out.grad : m == 4 ? &call->out.sums : &o->grad;
-        const long type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->size.values, size = type == FLOAT32 ? 4 : 2;
-        const long together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
+        const int64_t type = o ? o->type : FLOAT32, numbers = o ? o->numbers : call->size.values, size = type == FLOAT32 ? 4 : 2;
+        const int64_t together = view->token == numbers ? ahead->n.c : 1, lines = (together * numbers * size + 63) / 64;
         if (!view->first)
             continue;
         ahead->at = address_of(view, ahead->n, 0, type), ahead->stop = ahead->at + lines * 64;
@@ -47,7 +47,7 @@ INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
     return ahead;
 }
 
-INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, long m)
+INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, int64_t j, int64_t m)
 {
     lanes b[WIDE];
     for (int w = 0; w < wide; w++)
@@ -60,10 +60,10 @@ INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, lo
 }
 
 /* Columns of b from j on. */
-INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, long j, Ahead *ahead)
+INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, int64_t j, Ahead *ahead)
 {
     const char *at = ahead->at, *stop = ahead->stop;
-    long left = ahead->left, m = 0;
+    int64_t left = ahead->left, m = 0;
     for (; m + STEPS <= p->depth; m += STEPS) {
         for (int n = 0; n < 2 && (n == 0 || ahead->twice) && left > 0; n++) {
             __builtin_prefetch(at, 0, 2);
@@ -83,7 +83,7 @@ INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p,
    number is added to `zeros`, if it is given: they stay zeros where all are finite. */
 typedef struct {
     float *at;
-    long stride;
+    int64_t stride;
     const float *last;
     int uncached;
     lanes *zeros;
@@ -96,7 +96,7 @@ INLINE void scale_rows(lanes sum[ROWS][WIDE], const int wide, const float *by)
             sum[r][w] *= by[r];
 }
 
-INLINE void panel(const int wide, const Out *out, long j, const Product *p, const float *scale, const Product *more,
+INLINE void panel(const int wide, const Out *out, int64_t j, const Product *p, const float *scale, const Product *more,
                   Ahead *ahead)
 {
     lanes sum[ROWS][WIDE], zeros[WIDE] = {0};
@@ -122,18 +122,18 @@ INLINE void panel(const int wide, const Out *out, long j, const Product *p, cons
 }
 
 /* out [ROWS columns] = last * (scale * p + more); a scale that is null is 1. */
-static void block(const Out *out, long columns, const Product *p, const float *scale, const Product *more, Ahead *ahead)
+static void block(const Out *out, int64_t columns, const Product *p, const float *scale, const Product *more, Ahead *ahead)
 {
-    long j = 0;
+    int64_t j = 0;
     for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
         panel(WIDE, out, j, p, scale, more, ahead);
-    if (j < columns)
+    for (; j < columns; j += LANES)
         panel(1, out, j, p, scale, more, ahead);
 }
 
 /* to [rows columns] = across * from + p, of whole blocks of rows: a chunk's own sum, as sums of all tokens one by one would lose
    digits. */
-INLINE void state_panel(const int wide, const float *from, float *to, long stride, float across, const Product *p, long j,
+INLINE void state_panel(const int wide, const float *from, float *to, int64_t stride, float across, const Product *p, int64_t j,
                         Ahead *ahead)
 {
     lanes sum[ROWS][WIDE];
@@ -147,19 +147,19 @@ INLINE void state_panel(const int wide, const float *from, float *to, long strid
             *(lanes *)(to + r * stride + j + w * LANES) = across * *(const lanes *)(from + r * stride + j + w * LANES) + sum[r][w];
 }
 
-static void add_to_state(const float *from, float *to, long rows, long columns, float across, Product p, Ahead *ahead)
+static void add_to_state(const float *from, float *to, int64_t rows, int64_t columns, float across, Product p, Ahead *ahead)
 {
-    for (long i = 0; i < rows; i += ROWS, p.a += ROWS * p.row, from += ROWS * columns, to += ROWS * columns) {
-        long j = 0;
+    for (int64_t i = 0; i < rows; i += ROWS, p.a += ROWS * p.row, from += ROWS * columns, to += ROWS * columns) {
+        int64_t j = 0;
         for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
             state_panel(WIDE, from, to, columns, across, &p, j, ahead);
-        if (j < columns)
+        for (; j < columns; j += LANES)
             state_panel(1, from, to, columns, across, &p, j, ahead);
     }
 }
 
 /* x [rows columns] into out [columns stride], with zeros for the rows up to the stride. */
-static void transpose(Rows x, long rows, long columns, float *out, long stride)
+static void transpose(Rows x, int64_t rows, int64_t columns, float *out, int64_t stride)
 {
 #define LOW(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
 #define HIGH(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
@@ -175,17 +175,19 @@ static void transpose(Rows x, long rows, long columns, float *out, long stride)
     _Pragma("GCC unroll 16") for (int r = 0; r < LANES; r++) if (!(r & s))            \
     {                                                                                 \
         const lanes a = row[r], b = row[r + s];                                       \
-        row[r] = __builtin_shuffle(a, b, (order)LANES_LIST(low));                     \
-        row[r + s] = __builtin_shuffle(a, b, (order)LANES_LIST(high));                \
+        row[r] = SHUFFLE(a, b, low);                                                  \
+        row[r + s] = SHUFFLE(a, b, high);                                             \
     }
-    for (long i = 0; i < stride; i += LANES)
-        for (long j = 0; j < columns; j += LANES) {
+    for (int64_t i = 0; i < stride; i += LANES)
+        for (int64_t j = 0; j < columns; j += LANES) {
             lanes row[LANES];
             for (int r = 0; r < LANES; r++)
                 row[r] = i + r < rows ? *(const lanes *)(x.at + (i + r) * x.stride + j) : (lanes){0};
             SWAP(1, LOW1, HIGH1)
             SWAP(2, LOW2, HIGH2)
+#if LANES >= 8
             SWAP(4, LOW4, HIGH4)
+#endif
 #if LANES == 16
             SWAP(8, LOW8, HIGH8)
 #endif

@@ -7,14 +7,27 @@
    Sums over later tokens are those over earlier ones of the tokens in reverse, without a token's own key. Sums over all keys are
    one state, that of all of them, and a product with it; then gradients of that state come before those of keys and values.
 
-   Built once per instruction set; library.py picks the one that PyTorch picked for itself. OpenMP is PyTorch's own. */
+   Built once per instruction set: AVX512, AVX2 and what every x86-64 has, and NEON on ARM, by GCC or Clang; library.py picks one.
+   It takes nothing but the C library: no symbols of Python or PyTorch, and the threads of whoever calls. */
 
-#include <immintrin.h>
-#include <omp.h>
+#include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <immintrin.h>
+#ifdef __linux__
 #include <sys/mman.h>
+#define RESIDENT /* mincore says whether a page is in memory */
+#endif
+#endif
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
 
 #include "simd.h"
+#include "threads.h"
 #include "call.h"
 #include "gemm.h"
 #include "features.h"

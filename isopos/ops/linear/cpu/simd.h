@@ -1,48 +1,96 @@
-/* Vectors of one instruction set: their length, exp, sums, and numbers of 16 bits. */
+/* Vectors in the extensions of GCC and Clang: their length, exp, sums, and numbers of 16 bits.
 
-#ifdef __AVX512F__
+   Each instruction set has a length. An intrinsic stands only where no operator says the same, or where compilers make more of it
+   than one instruction; whatever has none, as NEON, takes the operators. */
+
+#if defined __AVX512F__
 #define LANES 16
 #define ROWS 8 /* of a block, whose ROWS * WIDE sums stay in registers: enough of them to hide that a sum takes four cycles */
 #define WIDE 2 /* vectors of a row of a block */
-#define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
-#else
+#define LIST(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
+#define X86(name) _mm512_##name
+typedef __m512 native;
+#elif defined __AVX2__
 #define LANES 8
 #define ROWS 4
 #define WIDE 2
-#define LANES_LIST(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#define LIST(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#define X86(name) _mm256_##name
+typedef __m256 native;
+#else
+#define LANES 4
+#define ROWS 4
+#define LIST(f) f(0), f(1), f(2), f(3)
+#ifdef __SSE2__
+#define WIDE 2
+#define X86(name) _mm_##name
+typedef __m128 native;
+#else
+#define WIDE 4 /* NEON has 32 registers */
+#endif
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int order __attribute__((vector_size(LANES * 4)));
+typedef int32_t order __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef double doubles __attribute__((vector_size(LANES * 8), aligned(8), may_alias));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
+/* Of two vectors, after each other, the numbers at f(0), f(1) and so on. Clang's name is also that of GCC 12 and later. */
+#if defined __clang__
+#define SHUFFLE(a, b, f) __builtin_shufflevector(a, b, LIST(f))
+#else
+#define SHUFFLE(a, b, f) __builtin_shuffle(a, b, (order){LIST(f)})
+#endif
+#define HALF8(l) ((l) ^ 8)
+#define HALF4(l) ((l) ^ 4)
+#define HALF2(l) ((l) ^ 2)
+#define HALF1(l) ((l) ^ 1)
+
+INLINE order either(order where, order a, order b)
+{
+    return (where & a) | (~where & b);
+}
+
 INLINE lanes choose(order where, lanes a, lanes b)
 {
-    return (lanes)((where & (order)a) | (~where & (order)b));
+    return (lanes)either(where, (order)a, (order)b);
 }
 
 /* The smaller and the larger one; NaN where x is. */
 INLINE lanes at_most(lanes x, float most)
 {
-#if LANES == 16
-    return (lanes)_mm512_min_ps(_mm512_set1_ps(most), (__m512)x);
+#ifdef X86
+    return (lanes)X86(min_ps)(X86(set1_ps)(most), (native)x);
 #else
-    return (lanes)_mm256_min_ps(_mm256_set1_ps(most), (__m256)x);
+    return choose((order)(x > most), (lanes){0} + most, x);
 #endif
 }
 
 INLINE lanes at_least(lanes x, float least)
 {
-#if LANES == 16
-    return (lanes)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+#ifdef X86
+    return (lanes)X86(max_ps)(X86(set1_ps)(least), (native)x);
 #else
-    return (lanes)_mm256_max_ps(_mm256_set1_ps(least), (__m256)x);
+    return choose((order)(x < least), (lanes){0} + least, x);
 #endif
 }
+
+#if LANES < 16
+/* The nearest whole numbers to small ones. */
+INLINE lanes nearest(lanes x)
+{
+#ifdef __AVX2__
+    return (lanes)_mm256_round_ps((native)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const lanes shift = (lanes){0} + 0x1.8p23f;
+    return x + shift - shift;
+#endif
+}
+#endif
 
 /* exp of the smaller one of x and `most`, to about one unit in the last place; with infinities and NaN as they should be. */
 INLINE lanes exponential(lanes x, float most)
@@ -56,10 +104,10 @@ INLINE lanes exponential(lanes x, float most)
                                              1.6104903319f, 1.6817928305f, 1.7562521604f, 1.8340080864f, 1.9152065614f};
     const lanes shift = (lanes){0} + 0x1.8p19f, shifted = x * log2 + shift, n = shifted - shift;
     const lanes r = (x - n * high) - n * low, s = r * 1.6666667163e-1f + 0.5f, y = (s * r) * r + r;
-    const lanes power = __builtin_shuffle(*(const lanes *)powers, (order)shifted & 15);
-    return (lanes)_mm512_scalef_ps((__m512)(power * y + power), (__m512)n);
+    const lanes power = (lanes)_mm512_permutexvar_ps((__m512i)shifted, *(const native *)powers);
+    return (lanes)_mm512_scalef_ps((native)(power * y + power), (native)n);
 #else
-    const lanes power = (lanes)_mm256_round_ps((__m256)(x * log2), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const lanes power = nearest(x * log2);
     const lanes r = (x - power * high) - power * low;
     lanes y = (lanes){0} + 1.9875691500e-4f;
     y = y * r + 1.3981999507e-3f;
@@ -68,7 +116,7 @@ INLINE lanes exponential(lanes x, float most)
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    const order whole = (order)_mm256_cvtps_epi32((__m256)power), half = whole >> 1;
+    const order whole = __builtin_convertvector(power, order), half = whole >> 1;
     return y * (lanes)((half + 127) << 23) * (lanes)((whole - half + 127) << 23);
 #endif
 }
@@ -78,66 +126,107 @@ INLINE lanes exponentials(doubles x)
 {
     const lanes most = __builtin_convertvector(x, lanes), power = exponential(most, 89);
     const lanes rest = __builtin_convertvector(x - __builtin_convertvector(most, doubles), lanes);
-    return power + power * choose(rest * rest < 1, rest, (lanes){0}); /* infinity has none */
+    return power + power * choose((order)(rest * rest < 1.0f), rest, (lanes){0}); /* infinity has none */
 }
 
-/* Writes a vector, with `uncached` to memory without reading what is overwritten: an aligned one then. */
+/* Writes a vector, with `uncached` to memory without reading what is overwritten: an aligned one then. Others may read what is
+   written so after `fence`. */
 INLINE void put(float *out, lanes x, int uncached)
 {
-    if (!uncached)
-        *(lanes *)out = x;
-    else
-#if LANES == 16
-        _mm512_stream_ps(out, (__m512)x);
-#else
-        _mm256_stream_ps(out, (__m256)x);
+#ifdef X86
+    if (uncached) {
+        X86(stream_ps)(out, (native)x);
+        return;
+    }
+#endif
+    (void)uncached;
+    *(lanes *)out = x;
+}
+
+INLINE void fence(void)
+{
+#ifdef X86
+    _mm_sfence();
 #endif
 }
+
+/* Of two vectors, after each other, the numbers at indices, whose higher bits count for nothing. */
+#ifdef __AVX2__
+#define LOOKS_UP
+INLINE lanes look_up(lanes a, lanes b, order at)
+{
+#if LANES == 16
+    return (lanes)_mm512_permutex2var_ps((native)a, (__m512i)at, (native)b);
+#else
+    const native low = _mm256_permutevar8x32_ps((native)a, (__m256i)at), high = _mm256_permutevar8x32_ps((native)b, (__m256i)at);
+    return (lanes)_mm256_blendv_ps(low, high, (native)(at << 28));
+#endif
+}
+#endif
 
 INLINE float total(lanes x)
 {
-#define HALF8(l) ((l) ^ 8)
-#define HALF4(l) ((l) ^ 4)
-#define HALF2(l) ((l) ^ 2)
-#define HALF1(l) ((l) ^ 1)
 #if LANES == 16
-    x += __builtin_shuffle(x, (order)LANES_LIST(HALF8));
+    x += SHUFFLE(x, x, HALF8);
 #endif
-    x += __builtin_shuffle(x, (order)LANES_LIST(HALF4));
-    x += __builtin_shuffle(x, (order)LANES_LIST(HALF2));
-    x += __builtin_shuffle(x, (order)LANES_LIST(HALF1));
+#if LANES >= 8
+    x += SHUFFLE(x, x, HALF4);
+#endif
+    x += SHUFFLE(x, x, HALF2);
+    x += SHUFFLE(x, x, HALF1);
     return x[0];
 }
 
-INLINE float dot(const float *x, const float *y, long width)
+INLINE float dot(const float *x, const float *y, int64_t width)
 {
     lanes sum = {0};
-    for (long m = 0; m < width; m += LANES)
+    for (int64_t m = 0; m < width; m += LANES)
         sum += *(const lanes *)(x + m) * *(const lanes *)(y + m);
     return total(sum);
 }
 
-INLINE lanes widen(const void *from, long type)
+/* float16 numbers, and the nearest ones to float32 numbers, of two the even one. */
+INLINE lanes from_float16(halves x)
 {
-#if LANES == 16
-    const __m256i x = _mm256_loadu_si256(from);
-    return type == FLOAT16 ? (lanes)_mm512_cvtph_ps(x) : (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+#if defined __AVX512F__
+    return (lanes)_mm512_cvtph_ps((__m256i)x);
+#elif defined __F16C__
+    return (lanes)_mm256_cvtph_ps((__m128i)x);
 #else
-    const __m128i x = _mm_loadu_si128(from);
-    return type == FLOAT16 ? (lanes)_mm256_cvtph_ps(x) : (lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
+    const order bits = __builtin_convertvector(x, order), size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
+    const lanes least = __builtin_convertvector(size, lanes) * 0x1p-24f; /* below the normal ones */
+    const order special = (order)(size >= 0x7c00) & 0x7f800000;
+    const order normal = ((size << 13) + (112 << 23)) | special;
+    return (lanes)(sign | either((order)(size < 0x400), (order)least, normal));
 #endif
 }
 
+INLINE halves to_float16(lanes x)
+{
+#if defined __AVX512F__
+    return (halves)_mm512_cvtps_ph((native)x, 0);
+#elif defined __F16C__
+    return (halves)_mm256_cvtps_ph((native)x, 0);
+#else
+    const order bits = (order)x, size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    const order least = (order)((lanes)size + 0.5f) - 0x3f000000; /* below the normal ones: units are those of 0.5 */
+    const order normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    const order finite = either((order)(size < 0x38800000), least, normal);
+    const order special = ((order)(size > 0x7f800000) & 0x200) | 0x7c00; /* NaN or infinity */
+    return __builtin_convertvector(sign | either((order)(size < 0x477ff000), finite, special), halves);
+#endif
+}
+
+INLINE lanes widen(const void *from, int64_t type)
+{
+    const halves x = *(const halves *)from;
+    return type == FLOAT16 ? from_float16(x) : (lanes)(__builtin_convertvector(x, order) << 16);
+}
+
 /* To the nearest of a type, and to the even one of two. */
-INLINE void narrow(lanes x, long type, void *to)
+INLINE void narrow(lanes x, int64_t type, void *to)
 {
     const order bits = (order)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const order half = ((x == x) & rounded) | ((x != x) & 0x7fc0);
-#if LANES == 16
-    _mm256_storeu_si256(to, type == FLOAT16 ? _mm512_cvtps_ph((__m512)x, 0) : _mm512_cvtepi32_epi16((__m512i)half));
-#else
-    const __m256i low = _mm256_and_si256((__m256i)half, _mm256_set1_epi32(0xffff));
-    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    _mm_storeu_si128(to, type == FLOAT16 ? _mm256_cvtps_ph((__m256)x, 0) : packed);
-#endif
+    const order half = ((order)(x == x) & rounded) | ((order)(x != x) & 0x7fc0);
+    *(halves *)to = type == FLOAT16 ? to_float16(x) : __builtin_convertvector(half, halves);
 }

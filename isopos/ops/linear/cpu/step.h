@@ -1,50 +1,55 @@
 /* One token of a stream. */
 
-/* One token per head of a stream: states [heads d e], with one column more where that is the sum of k; rows are sums of own k. */
-void isopos_step(const Call *call)
+static void step_head(const void *of, int64_t n, int64_t worker)
 {
-    const long d = call->size.d, e = call->size.e, own = call->size.own, columns = e + (call->flags.denominated && !own);
-    for (long n = 0; n < call->size.all; n++) /* before a state is written over */
+    const Call *call = of;
+    const int64_t d = call->size.d, e = call->size.e, own = call->size.own, columns = e + (call->flags.denominated && !own);
+    (void)worker;
+    const Chunk token = chunk_of(call, n, call->token, call->token + 1);
+    float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
+    float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(&call->out.sums, token);
+    const float across = call->decay.across ? call->decay.across[call->token * call->size.all + n] : 1;
+    make_token(call, &call->q, token, 0, d, moves(&call->q) ? q_plain : q, q);
+    make_token(call, &call->k, token, 0, d, moves(&call->k) ? k_plain : k, k);
+    make_token(call, &call->v, token, 0, e, v, v);
+    v[e] = 1;
+    memset(sum, 0, sizeof sum);
+    for (int64_t i = 0; i < d; i++) {
+        const float *from = call->state.sums + (n * d + i) * columns, a = k[i], b = q[i];
+        float *to = call->saved.sums + (n * d + i) * columns;
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) {
+            const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* whatever a state that is over holds */
+            to[j] = x;
+            sum[j] += b * x;
+        }
+    }
+    float denominator = sum[e];
+    if (own) {
+        const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
+        denominator = 0;
+        for (int64_t m = 0; m < own; m++) {
+            const float x = (across == 0 ? 0 : across * call->state.row[n * own + m]) + key[m];
+            call->saved.row[n * own + m] = x;
+            denominator += query[m] * x;
+        }
+    }
+    denominator = clamped(call, denominator);
+    if (call->out.denominator.first)
+        *rows_of(&call->out.denominator, token) = denominator;
+    for (int64_t j = 0; j < e; j++)
+        out[j] = call->flags.denominated ? sum[j] / denominator : sum[j];
+}
+
+/* One token per head of a stream: states [heads d e], with one column more where that is the sum of k; rows are sums of own k. */
+EXPORT void isopos_step(const Call *call)
+{
+    const int64_t columns = call->size.e + (call->flags.denominated && !call->size.own);
+    for (int64_t n = 0; n < call->size.all; n++) /* before a state is written over */
         for (const Input *o = &call->q; o <= &call->v; o++)
             if (o->kind == GATHER && !in_range(table_of(o, chunk_of(call, n, call->token, call->token + 1), 0, 0), o->numbers)) {
                 report(call, OUT_OF_RANGE);
                 return;
             }
-#pragma omp parallel for num_threads(call->split.threads) if (call->size.all * d * columns > 1 << 17)
-    for (long n = 0; n < call->size.all; n++) {
-        const Chunk token = chunk_of(call, n, call->token, call->token + 1);
-        float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
-        float q_plain[MOST] ALIGNED, k_plain[MOST] ALIGNED, *out = rows_of(&call->out.sums, token);
-        const float across = call->decay.across ? call->decay.across[call->token * call->size.all + n] : 1;
-        make_token(call, &call->q, token, 0, d, moves(&call->q) ? q_plain : q, q);
-        make_token(call, &call->k, token, 0, d, moves(&call->k) ? k_plain : k, k);
-        make_token(call, &call->v, token, 0, e, v, v);
-        v[e] = 1;
-        memset(sum, 0, sizeof sum);
-        for (long i = 0; i < d; i++) {
-            const float *from = call->state.sums + (n * d + i) * columns, a = k[i], b = q[i];
-            float *to = call->saved.sums + (n * d + i) * columns;
-#pragma omp simd
-            for (long j = 0; j < columns; j++) {
-                const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* whatever a state that is over holds */
-                to[j] = x;
-                sum[j] += b * x;
-            }
-        }
-        float denominator = sum[e];
-        if (own) {
-            const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
-            denominator = 0;
-            for (long m = 0; m < own; m++) {
-                const float x = (across == 0 ? 0 : across * call->state.row[n * own + m]) + key[m];
-                call->saved.row[n * own + m] = x;
-                denominator += query[m] * x;
-            }
-        }
-        denominator = clamped(call, denominator);
-        if (call->out.denominator.first)
-            *rows_of(&call->out.denominator, token) = denominator;
-        for (long j = 0; j < e; j++)
-            out[j] = call->flags.denominated ? sum[j] / denominator : sum[j];
-    }
+    share_work(call, step_head, call->size.all, call->size.all * call->size.d * columns > 1 << 17 ? call->split.threads : 1);
 }
