@@ -78,8 +78,10 @@ def single(tmp_path_factory):
         (["--strategy=ddp"], ()),
         (["--strategy=fsdp2"], ()),
         (["--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
+        (["--sequence-parallel=2"], ()),
+        (["--sequence-parallel=2", "--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
     ],
-    ids=["ddp", "fsdp2", "torchrun-fsdp2-accumulate-recompute"],
+    ids=["ddp", "fsdp2", "torchrun-fsdp2-accumulate-recompute", "sequence", "torchrun-sequence-fsdp2-accumulate-recompute"],
 )
 def test_two_processes_give_the_losses_of_one(tmp_path, single, arguments, launcher):
     out = _finish(_start(tmp_path, "two", *TWO, *arguments, launcher=launcher))
