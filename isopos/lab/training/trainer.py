@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
@@ -316,13 +316,40 @@ def fit(
             training.take_signals()
         else:
             _wait_for_nodes(t.nodes)
-        trainer.fit(training)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
+        try:
+            trainer.fit(training)
+        except RuntimeError as error:
+            if not _is_of_another_process(error):
+                raise
+            _end_with_the_others(folder, training.step, first=log is not None)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
     if training.signal and not stopped:  # too late for this run; the command checks for it next
         signals.remember(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
+
+
+def _is_of_another_process(error: RuntimeError) -> bool:
+    """Whether a collective failed, since another process ended."""
+    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
+
+
+def _end_with_the_others(folder: Path, step: int, *, first: bool) -> Never:
+    """End the first process with one line, and the others without one.
+
+    Raises:
+        OSError: In the first process.
+        SystemExit: In the others.
+    """
+    if not first:
+        raise SystemExit(2) from None
+    last = checkpoints.newest(folder)
+    raise OSError(
+        f"another process of this run ended after step {step}; "
+        f"the same command with --resume goes on from step {last.step if last else 0}"
+    ) from None
 
 
 def _check_room(folder: Path, model: nn.Module) -> None:
