@@ -131,6 +131,28 @@ def test_sums_over_own_keys_run_while_a_collective_is_under_way(causal, monkeypa
     assert names == ["begin", "own", "end", "begin", "own", "own", "end"]
 
 
+def test_shared_heads_layouts_and_nan():
+    """A NaN in the second shard reaches no row of the first, nor of other segments, as in one process."""
+    q, k, v = inputs(2, t=8, heads=4, d=4, e=4)
+    k, v = k[:, :2], v[:, :2].clone()
+    v[:, :, 5] = torch.nan
+    ids, scheme = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]), isopos.rope(4, 2)
+    tokens = [a.transpose(1, 2) for a in (q, k, v)]
+    for options in ({"causal": True}, {"causal": True, "segment_ids": ids}, {"segment_ids": ids}):
+        given = {"layout": "bthd"} | options
+        whole = linear_attention(*tokens, **scheme.at(sequence(8), dtype=q.dtype), **given)
+
+        def member(group, rank, given=given):
+            part = slice(4 * rank, 4 * rank + 4)
+            own = {name: x[part] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+            at = scheme.at(sequence(8)[part], group=group, dtype=q.dtype)
+            return linear_attention(*(a[:, part] for a in tokens), **at, **own)
+
+        found = torch.cat(on_ranks(2, member), 1)
+        assert 0 < whole.isnan().sum() < whole.numel()
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12, equal_nan=True)
+
+
 @each("causal", [True, False])
 def test_decay_that_increases_between_shards_is_refused_by_all(causal):
     def member(group, rank):

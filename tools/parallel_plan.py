@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.multiprocessing.spawn import spawn
 
 import isopos
 from isopos.parallel import Pending, Shards, Traffic
@@ -144,7 +144,7 @@ def main() -> None:
     """Print the tables."""
     with tempfile.TemporaryDirectory() as folder:
         for size in (2, 4):
-            mp.spawn(_member, (size, folder), size)
+            spawn(_member, (size, folder), size)
     here = measured()
     print("Bytes counted in 2 and in 4 processes are those of the formulas.\n")
     print(

@@ -158,15 +158,15 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
 
 
-def check_group(q: Tensor, k: Tensor, causal: bool, streams: bool) -> None:
-    """ValueError if attention cannot run over a group of processes."""
+def check_group(q: Tensor, k: Tensor, aligned: bool, streams: bool) -> None:
+    """ValueError if attention cannot run over a group of processes; `aligned` if queries and keys are the same tokens."""
     if torch.compiler.is_compiling():
         raise ValueError("group: expected none under a compiler, which cannot trace collectives with gradients, got one")
     if streams:
         raise ValueError("group: expected none in a stream, whose state one process holds, got one")
     t, s = q.shape[-2], k.shape[-2]
-    if not t or not s or (causal and t != s):
-        what = "as many queries as keys, at least one," if causal else "at least one query and one key"
+    if not t or not s or (aligned and t != s):
+        what = "as many queries as keys, at least one," if aligned else "at least one query and one key"
         raise ValueError(f"group: expected {what} on every process, got {t} and {s}")
 
 

@@ -269,7 +269,8 @@ def _shared(
     terms = tuple(() if (terms := options.get("terms")) is None else terms)
     known = shards(options.get("group"), k.shape[-2], k.device)
     if known is not None:
-        checks.check_group(q, k, causal, state is not None or streams)
+        aligned = causal or bool(terms) or any(options.get(name) is not None for name in ("window", "segment_ids"))
+        checks.check_group(q, k, aligned, state is not None or streams)
         seen = known.total - k.shape[-2] if pairs else seen
     for term in terms:
         checks.check_term(term, q, k, v, batch, seen, key_heads)
