@@ -116,7 +116,7 @@ def main() -> None:
     """All structures and settings in the processes of torchrun."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    group, count = dist.new_group(), 0
+    group, count = dist.distributed_c10d._get_default_group(), 0
     lengths = lengths_of(group.size(), len(IDS))
     for case, kind in pairs():
         for causal in case.ways:
