@@ -35,8 +35,8 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = (
     *("attention", "audit", "bases", "biases", "catalog", "contragredient", "couplings", "decays", "embeddings"),
-    *("encodings", "feature_maps", "generators", "kinds", "laws", "lengths", "maps", "models", "nn", "ops", "paths"),
-    *("phases", "poses", "positions", "schemes", "state", "stream", "terms", "testing"),
+    *("encodings", "feature_maps", "generators", "kinds", "laws", "lengths", "maps", "models", "nn", "ops", "parallel"),
+    *("paths", "phases", "poses", "positions", "schemes", "state", "stream", "terms", "testing"),
 )
 
 

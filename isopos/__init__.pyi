@@ -18,6 +18,7 @@ from isopos import maps as maps
 from isopos import models as models
 from isopos import nn as nn
 from isopos import ops as ops
+from isopos import parallel as parallel
 from isopos import paths as paths
 from isopos import phases as phases
 from isopos import poses as poses

@@ -21,9 +21,11 @@ from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
+from isopos.parallel import Shards, shards
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
+from isopos.terms import Indexed, Term
 
 __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", "parameter_groups"]
 
@@ -355,6 +357,7 @@ class Scheme(nn.Module):
         x_key: Tensor | None = None,
         *,
         state: State | None = None,
+        group: Any = None,
         **options: Any,
     ) -> Any:
         """Attention of q ``[*b h t d]``, k ``[*b h s d]``, v ``[*b h s e]`` with all choices of the scheme: ``[*b h t e]``.
@@ -367,12 +370,13 @@ class Scheme(nn.Module):
             x_key: Positions of keys ``[*b s c]``.
             state: State of the stream that these tokens continue, ``State()`` at its start; the next state is then also
                 returned.
+            group: The processes that hold the sequence, whose shard these tokens are; see `at`.
             options: Options of `linear_attention` or `softmax_attention`, which override the scheme's: causal, mask, ...
         """
         if "return_state" in options:
             raise TypeError("return_state: a scheme called with a state returns the next one; pass state=isopos.State()")
         attend: Any = softmax_attention if self.attention == "softmax" else linear_attention
-        at = self.at(x, x_key, state=state, dtype=torch.promote_types(q.dtype, torch.float32))
+        at = self.at(x, x_key, state=state, group=group, dtype=torch.promote_types(q.dtype, torch.float32))
         out = attend(q, k, v, **at | options, return_state=state is not None)
         y, *after = out if state is not None else (out,)
         y = F.layer_norm(y, y.shape[-1:]) if self.normalised else y
@@ -384,6 +388,7 @@ class Scheme(nn.Module):
         x_key: Tensor | None = None,
         *,
         state: State | None = None,
+        group: Any = None,
         dtype: torch.dtype = torch.float32,
         evaluated: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
     ) -> Arguments:
@@ -394,9 +399,14 @@ class Scheme(nn.Module):
             x_key: Positions of keys ``[*b s c]``.
             state: State of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one
                 tensor of all nodes so far, and all operators are computed again.
+            group: A `ProcessGroup` or one-dimensional `DeviceMesh` whose processes hold one sequence; x are the positions in
+                it of the tokens of this process. The arguments then run attention over the group. Relative terms and
+                locality of softmax attention, trees, and class tokens need the positions of all processes, which are sent.
             dtype: Dtype of tables: float32, or float64 for float64 queries; smaller dtypes become float32.
             evaluated: Results of `at` in this dtype at x and at x_key, whose isometries are reused.
         """
+        if (known := shards(group, x.shape[-2], x.device)) is not None:
+            return self._sharded(x, x_key, state, known, dtype)
         if state is not None:
             return self._continued(x, x_key, state, dtype)
         dtype, y = torch.promote_types(dtype, torch.float32), x if x_key is None else x_key
@@ -415,15 +425,12 @@ class Scheme(nn.Module):
             arguments["decay"] = self.decay(x) if x_key is None else (self.decay(x), self.decay(y))
         if phases := self.phases:
             arguments["phases"] = phases
-        if self.bias is not None:
-            arguments["terms"] = self.bias(x, y, dtype)
+        arguments |= self._of_pairs(x, y, dtype)
         if self.attention == "softmax":
             arguments["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if (factor := self.rotary_factor) != 1 and evaluated is None:
                 both = isinstance(rho, tuple)
                 arguments["isometry"] = tuple(rescaled(side, factor) for side in rho) if both else rescaled(rho, factor)
-            if self.locality is not None:
-                arguments["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
             return Arguments(arguments)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside and evaluated is None:
@@ -437,6 +444,48 @@ class Scheme(nn.Module):
         if self.metric is None:
             return self.group.distance(x, y)
         return (to_float64(x).unsqueeze(-2) - to_float64(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+
+    def _of_pairs(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """Arguments of pairs of tokens at x and at y: relative terms and locality."""
+        found: dict[str, Any] = {} if self.bias is None else {"terms": self.bias(x, y, dtype)}
+        if self.locality is not None:
+            found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
+        return found
+
+    def _sharded(self, x: Tensor, x_key: Tensor | None, state: State | None, known: Shards, dtype: torch.dtype) -> Arguments:
+        """`at` for one shard of a sequence over a group of processes."""
+        if state is not None or x_key is not None:
+            name = "state" if x_key is None else "x_key"
+            raise ValueError(
+                f"{name}: expected none beside a group, whose processes attend from a sequence to itself, got one"
+            )
+        softmax, rows = self.attention == "softmax", self.group.refers_to_rows or self.outside > 0
+        if not rows and not (softmax and (self.bias is not None or self.locality is not None)):
+            return Arguments(self.at(x, dtype=dtype), group=known)
+        start, stop = known.start, known.start + known.count
+        (every,) = known.tokens([x], [-2], lambda start, stop: (0, known.total)).wait()
+        if not rows:
+            return Arguments(self.at(x, dtype=dtype) | self._of_pairs(x, every, dtype), group=known)
+        found = dict(self.at(every, dtype=dtype))
+        for name in ("isometry", "transport"):
+            if name in found:
+                maps = found[name]
+                own = tuple(rho.tokens(start, stop) for rho in (maps if isinstance(maps, tuple) else (maps,)))
+                found[name] = own if isinstance(maps, tuple) else own[0]
+        if found["decay"] is not None:
+            found["decay"] = found["decay"][..., start:stop]
+        if "locality" in found:
+            found["locality"] = found["locality"][..., start:stop, :]
+        if self.bias is not None:
+            found["terms"] = self._terms(x, every, start, dtype) if softmax else self.bias(x, x, dtype)
+        return Arguments(found, group=known)
+
+    def _terms(self, x: Tensor, y: Tensor, start: int, dtype: torch.dtype) -> tuple[Term, ...]:
+        """Terms of tokens x that begin at row `start` of all tokens y, whose first rows may be class tokens."""
+        assert self.bias is not None
+        first = min(start, self.outside)
+        terms = self.bias(torch.cat((y[..., :first, :], x), -2), y, dtype)
+        return tuple(Indexed(own.table, own.side, own.index()[..., first:, :]) for own in terms) if first else terms
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions if later tokens need them."""

@@ -16,7 +16,7 @@ ROOT = Path(isopos.__file__).parent
 LAYERS = """
 deprecation
 exact trees catalog
-spec
+spec parallel
 graphs times
 lengths
 feature_maps

@@ -1,6 +1,7 @@
 """`isopos train` in processes of its own: two of them beside one, and kill -9 with --resume."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -78,8 +79,10 @@ def single(tmp_path_factory):
         (["--strategy=ddp"], ()),
         (["--strategy=fsdp2"], ()),
         (["--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
+        (["--sequence-parallel=2"], ()),
+        (["--sequence-parallel=2", "--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
     ],
-    ids=["ddp", "fsdp2", "torchrun-fsdp2-accumulate-recompute"],
+    ids=["ddp", "fsdp2", "torchrun-fsdp2-accumulate-recompute", "sequence", "torchrun-sequence-fsdp2-accumulate-recompute"],
 )
 def test_two_processes_give_the_losses_of_one(tmp_path, single, arguments, launcher):
     out = _finish(_start(tmp_path, "two", *TWO, *arguments, launcher=launcher))
@@ -115,6 +118,22 @@ def test_after_kill_9_every_later_loss_is_that_of_the_uninterrupted_run(tmp_path
     assert not (run / "result.json").exists()
     assert checkpoints.newest(run).step >= 10
     _finish(_start(tmp_path, "killed", dropout, "--resume", *arguments))
+    assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
+
+
+def test_a_process_that_is_killed_ends_the_others_in_one_line_and_resume_goes_on_exactly(tmp_path):
+    over = [*TWO, "--sequence-parallel=2", "--dropout=0.2"]
+    _finish(_start(tmp_path, "whole", *over))
+    process = _start(tmp_path, "killed", *over)
+    _wait_for(tmp_path, "killed", 13)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    last = [line for line in out.splitlines() if line][-1]
+    assert process.returncode == 2, out
+    assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
+    assert "Traceback" not in out
+    _finish(_start(tmp_path, "killed", "--resume", *over))
     assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
 
 

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_model
+from shards import on_ranks
 
 import isopos as core
 from isopos.integrations.transformers import model as own
@@ -68,6 +69,20 @@ def left(ids, count=4):
 
 def close(actual, expected, atol=1e-4):
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol * max(1, expected.abs().max().item()))
+
+
+def test_shards_of_a_sequence_give_the_logits_of_the_whole(hf):
+    model, ids = make(), tokens(1)
+    own_models = [copy.deepcopy(model) for _ in range(2)]
+
+    def member(group, rank):
+        shard, part = own_models[rank], ids.chunk(2, 1)[rank]
+        with torch.no_grad(), shard.decoder.over(group):
+            with pytest.raises(ValueError, match="position_ids: expected those of the whole sequence"):
+                shard(part, attention_mask=torch.ones_like(part), use_cache=False)
+            return shard(part, use_cache=False).logits
+
+    close(torch.cat(on_ranks(2, member), 1), model(ids, use_cache=False).logits, 1e-5)
 
 
 @ALL

@@ -26,7 +26,7 @@ STAGED, BUILT = ROOT / "build" / "docs", ROOT / "site"
 PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 API = {  # a page, and the modules of isopos on it
     "schemes": ("scheme", "kinds", "schemes"),
-    "attention": ("attention", "stream", "nn", "state", "ops.linear"),
+    "attention": ("attention", "stream", "nn", "state", "parallel", "ops.linear"),
     "encodings": ("encodings", "generators", "contragredient", "couplings", "maps", "bases", "lengths"),
     "biases": ("decays", "phases", "biases", "terms", "embeddings"),
     "positions": ("positions", "poses", "graphs"),

@@ -18,7 +18,8 @@ from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
-__all__ += ["check_decay", "check_denominator", "check_feature_map", "check_inputs", "check_isometry", "check_leading"]
+__all__ += ["check_decay", "check_denominator", "check_feature_map", "check_group", "check_inputs", "check_isometry"]
+__all__ += ["check_leading"]
 __all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
 __all__ += ["check_term", "check_transport"]
 
@@ -155,6 +156,18 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
     if not causal or q.shape[-2] != k.shape[-2]:
         what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
+
+
+def check_group(q: Tensor, k: Tensor, aligned: bool, streams: bool) -> None:
+    """ValueError if attention cannot run over a group of processes; `aligned` if queries and keys are the same tokens."""
+    if torch.compiler.is_compiling():
+        raise ValueError("group: expected none under a compiler, which cannot trace collectives with gradients, got one")
+    if streams:
+        raise ValueError("group: expected none in a stream, whose state one process holds, got one")
+    t, s = q.shape[-2], k.shape[-2]
+    if not t or not s or (aligned and t != s):
+        what = "as many queries as keys, at least one," if aligned else "at least one query and one key"
+        raise ValueError(f"group: expected {what} on every process, got {t} and {s}")
 
 
 def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:

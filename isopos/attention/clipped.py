@@ -13,7 +13,7 @@ from isopos.ops.linear.features import with_ones
 from isopos.state import State
 from isopos.terms import Clipped
 
-__all__ = ["values_of_terms", "with_terms", "with_terms_of_stream"]
+__all__ = ["scores_of", "values_of_terms", "with_terms", "with_terms_of_stream"]
 
 
 def values_of_terms(problem: LinearProblem) -> Tensor:
@@ -28,7 +28,7 @@ def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
     """Sums and denominators ``[*b h t e+1]`` plus those of all clipped terms."""
     values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
-        score = _scores(problem, term)
+        score = scores_of(problem, term)
         if problem.segments is not None:
             total = total + _packed(score, values, term, problem.segments[1], problem.causal)
             continue
@@ -52,7 +52,7 @@ def with_terms_of_stream(
         if (near := state["near"]) is not None and (places := state["places"]) is not None:
             rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
             positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
-        score = _scores(problem, term)
+        score = scores_of(problem, term)
         batch = broadcast(score.shape[:-2], rows.shape[:-2])
         wide, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])
         added = clipped.clipped(score, wide, term.x, positions, term.reach, causal=True)
@@ -67,7 +67,7 @@ def _terms(problem: LinearProblem) -> list[Clipped]:
     return [term for term in problem.terms if isinstance(term, Clipped)]  # checked: no others
 
 
-def _scores(problem: LinearProblem, term: Clipped) -> Tensor:
+def scores_of(problem: LinearProblem, term: Clipped) -> Tensor:
     """<phi(q), phi(row)> for each row of a clipped term's table: ``[*b h t n]``."""
     phi_q, phi_k = sides(problem.phi)
     q = problem.q.to(torch.promote_types(problem.q.dtype, torch.float32))

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from isopos.attention import reference
+from isopos.attention import reference, sharded
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
@@ -51,6 +51,7 @@ def linear_attention(
     layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    group: Any = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
@@ -86,6 +87,11 @@ def linear_attention(
         layout: "bthd" if q, k, v and the output are ``[*b t h d]``. Shapes alone are ambiguous where t = h.
         state: State after the previous tokens of a causal stream; ``State()`` at its start. Positions count over the stream.
         return_state: Also return the state after these tokens.
+        group: The processes that hold one sequence, a `ProcessGroup` or a `DeviceMesh` of one dimension: tokens here are one
+            shard of it, in the order of ranks, of any length. The result is that of the whole sequence, and so are gradients
+            if all processes run the backward pass. Tensors have the tokens of the shard, positions count over the sequence.
+            The bytes sent do not depend on the number of tokens, but for windows and clipped terms: a window sends the keys
+            within it, a clipped term of a causal sequence those in its reach, and other clipped terms all values.
 
     If there are fewer heads of keys and values than of queries, groups of neighbouring query heads share them. Isometry,
     decay and terms then have one entry per key head; with one entry per query head, keys and values are repeated in memory.
@@ -118,8 +124,8 @@ def linear_attention(
         refuse("linear", list(others))
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
-    options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state}
-    out, after = attended(check_linear(q, k, v, options, streams=return_state), q.dtype)
+    options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state, "group": group}
+    out, after = attended(sharded.checked(check_linear, q, k, v, options, streams=return_state), q.dtype)
     return (out, after) if return_state else out
 
 
@@ -131,6 +137,8 @@ def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]
             out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
+        elif problem.shards is not None:
+            out, after = _sharded(problem), State()
         elif problem.window is not None:
             total = linear.windowed(sums_of(problem), problem.window, linear.linear)
             out, after = _divided(total, problem), State()
@@ -252,6 +260,14 @@ def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
     if problem.denominator == "complex":
         return linear.divide_complex(total)
     return linear.divide(total) if problem.terms and problem.denominator is not None else total
+
+
+def _sharded(problem: LinearProblem) -> Tensor:
+    """The output of one shard of a sequence over a group of processes."""
+    total = sharded.totals(sums_of(problem), problem)
+    if problem.denominator == "complex":
+        return linear.divide_complex(total)
+    return total if problem.denominator is None else linear.divide(total)
 
 
 def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:

@@ -19,6 +19,7 @@ from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import TokenMap
 from isopos.ops.linear.features import Decays
+from isopos.parallel import Shards, shards
 from isopos.phases import ContentPhase, cumulative, with_phases
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     transport: TransportPair
     layout: AxisOrder
     state: State | None
+    group: Any
 
 
 class LinearOptions(Options, total=False):
@@ -83,6 +85,7 @@ class Problem:
         groups: Number of neighbouring query heads that share a key head, the first axis of queries; 1 without groups.
         outward: Map of outputs, for transported values; `v` is mapped already.
         kind: Kind of the states that this attention writes.
+        shards: Of the sequence over a group of processes; the tokens here are one of them.
     """
 
     q: Tensor
@@ -100,6 +103,7 @@ class Problem:
     window: int | None
     phase: Tensor | None
     layout: str
+    shards: Shards | None = None
     groups: int = 1
     outward: TokenMap | None = None
     kind: str = ""
@@ -148,11 +152,16 @@ class SoftmaxProblem(Problem):
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
-def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
-    """The problem of linear attention; ValueError for arguments that do not fit together."""
+def check_linear(
+    q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool, path: Tensor | None = None
+) -> LinearProblem:
+    """The problem of linear attention; ValueError for arguments that do not fit together.
+
+    Content-dependent phases start from `path` ``[*b h c]``, those of the last token of the shard before.
+    """
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     features = identity if phi is None else phi
-    problem = _shared(LinearProblem, q, k, v, options, streams=streams, phi=features)
+    problem = _shared(LinearProblem, q, k, v, options, streams=streams, path=path, phi=features)
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
     checks.check_denominator(denominator, q)
     checks.check_feature_map(phi)
@@ -172,17 +181,22 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
         g, before = segmented(problem.segments[1], previous, problem.decay, before, problem.q.shape[-2])
         problem = replace(problem, g=g, before=before)
     if state is None:
-        return _expanded(problem)
+        return _expanded(problem) if problem.shards is None else problem
     name = phi.name if isinstance(phi, FeatureMap) else getattr(phi, "__name__", type(phi).__name__)
     return _stamped(problem, state, "linear", (name, f"denominator {denominator}"))
 
 
-def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
-    """The problem of softmax attention; ValueError for arguments that do not fit together."""
+def check_softmax(
+    q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool, path: Tensor | None = None
+) -> SoftmaxProblem:
+    """The problem of softmax attention; ValueError for arguments that do not fit together. `path` as in `check_linear`."""
     state, scale, locality = options.get("state"), options.get("scale"), options.get("locality")
-    seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
-    problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen)
     attn_mask, dropout = options.get("attn_mask"), options.get("dropout", 0.0)
+    seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
+    pairs = options.get("terms") is not None or locality is not None or attn_mask is not None
+    problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen, pairs=pairs, path=path)
+    if problem.shards is not None and pairs:
+        seen = problem.shards.total - problem.k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
@@ -236,9 +250,14 @@ def _shared(
     *,
     streams: bool = False,
     seen: int = 0,
+    pairs: bool = False,
+    path: Tensor | None = None,
     **more: Any,
 ) -> AnyProblem:
-    """A problem with the fields common to both kinds, and more; after `seen` keys of a stream; heads are not grouped yet."""
+    """A problem with the fields common to both kinds, and more; after `seen` keys of a stream; heads are not grouped yet.
+
+    With `pairs` there are arguments of all keys of a group. Content-dependent phases start from `path`.
+    """
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
     q, k, v = checks.check_inputs(q, k, v, layout)
@@ -248,6 +267,11 @@ def _shared(
     if mask is not None:
         checks.check_mask(mask, q, k, batch)
     terms = tuple(() if (terms := options.get("terms")) is None else terms)
+    known = shards(options.get("group"), k.shape[-2], k.device)
+    if known is not None:
+        aligned = causal or bool(terms) or any(options.get(name) is not None for name in ("window", "segment_ids"))
+        checks.check_group(q, k, aligned, state is not None or streams)
+        seen = known.total - k.shape[-2] if pairs else seen
     for term in terms:
         checks.check_term(term, q, k, v, batch, seen, key_heads)
     rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads)
@@ -260,21 +284,23 @@ def _shared(
     ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None
     if window is not None:
         window = at_least("window", window)
-        window = window if state is not None or window < max(q.shape[-2], k.shape[-2]) else None  # None: all keys are in it
+        apart = state is not None or known is not None
+        window = window if apart or window < max(q.shape[-2], k.shape[-2]) else None  # None: all keys are in it
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
         checks.check_phases(phases, q, k, causal, heads, key_heads)
         shared = heads != key_heads and any(part.heads == heads for part in phases)  # one step per query head
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
-        total, phase = _totals(phases, keys, mask, state)
+        total, phase = _totals(phases, keys, mask, path if state is None else state["path"])
         (rho_q, rho_k), decay = with_phases(phases, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    return kind(q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout, **more)
+    common = (q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout, known)
+    return kind(*common, **more)
 
 
-def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, state: State | None) -> tuple[Tensor, Tensor]:
-    """Content-dependent phases of all tokens, and of the last; ValueError for another scheme's state."""
-    before, columns = None if state is None else state["path"], sum(part.columns for part in phases)
+def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Content-dependent phases of all tokens, from `before` on, and of the last; ValueError for another scheme's state."""
+    columns = sum(part.columns for part in phases)
     if before is not None and before.shape[-1] != columns:
         raise ValueError(f"state: expected one of {columns} phases, got one of {before.shape[-1]}; start with State()")
     total = cumulative(phases, k, mask, before)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention import flex
+from isopos.attention import flex, sharded
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
@@ -54,6 +54,7 @@ def softmax_attention(
     layout: AxisOrder = "bhtd",
     state: State | None = None,
     return_state: bool = False,
+    group: Any = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
@@ -78,6 +79,9 @@ def softmax_attention(
         segment_ids: Integers ``[*b s]`` as in `linear_attention`, or a pair (of queries, of keys).
         dropout: Probability of dropping a weight; the others are divided by 1 - dropout. It is applied whenever it is
             passed.
+        group: As in `linear_attention`. Encoded keys and values travel to the processes whose queries see them, so the bytes
+            sent are proportional to the length, or with a window to it. Terms, locality and attn_mask have the queries of
+            the shard and the keys of all shards, as ``scheme.at(x, group=group)`` gives them.
 
     Mask, attn_mask, window, segment_ids and causal combine. A static cache is keys and values of any capacity S, with a mask
     of filled slots, whatever the others hold (`mask` reads none of them; `attn_mask` needs finite numbers in them except on
@@ -113,9 +117,13 @@ def softmax_attention(
     options: SoftmaxOptions = {"isometry": isometry, "decay": decay, "scale": scale, "causal": causal, "terms": terms}
     options |= {"locality": locality, "mask": mask, "attn_mask": attn_mask, "window": window, "segment_ids": segment_ids}
     options |= {"dropout": dropout, "transport": transport, "layout": layout, "state": state, "phases": phases}
-    problem = check_softmax(q, k, v, options, streams=return_state)
+    options |= {"group": group}
+    problem = sharded.checked(check_softmax, q, k, v, options, streams=return_state)
+    t = problem.q.shape[-2]
+    problem = problem if problem.shards is None else sharded.softmax_problem(problem)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem)
+    out = out if out.shape[-2] == t else out[..., :t, :]
     out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 

@@ -1,7 +1,8 @@
 """Parts of all models: token vectors, and blocks of attention and feed-forward, with shared or separate schemes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from isopos.catalog import expect
 from isopos.models.layers import PerLayer
 from isopos.nn import Attention
+from isopos.parallel import shards
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
@@ -177,6 +179,8 @@ class Trunk(nn.Module, ABC):
     """
 
     causal = False  # whether tokens attend to themselves and earlier tokens only
+    of_every_token = False  # whether the outputs are one for each token
+    group: Any = None  # whose processes hold one sequence; see `over`
 
     def __init__(
         self,
@@ -213,6 +217,41 @@ class Trunk(nn.Module, ABC):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Output of the head for tokens ``[b t]`` at positions ``[t c]`` or ``[b t c]``, by default 0 to t - 1."""
 
+    @contextmanager
+    def over(self, group: Any) -> Iterator[None]:
+        """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
+
+        Shards are contiguous and in the order of ranks. The features of every token are those of the whole sequence, and so
+        are gradients, summed over the processes.
+
+        Args:
+            group: A `ProcessGroup`, or a `DeviceMesh` of one dimension; None for one process.
+
+        Raises:
+            ValueError: For a model that mixes tokens or draws numbers for whole samples outside attention.
+        """
+        if group is not None:
+            self._check_over()
+        self.group, before = group, self.group
+        try:
+            yield
+        finally:
+            self.group = before
+
+    def _check_over(self) -> None:
+        """ValueError for a model whose tokens cannot be in several processes."""
+        what, embedding = "", self.scheme.embedding
+        if not self.of_every_token:
+            what = f"a Decoder or an Encoder, which have an output of every token, got {type(self).__name__}"
+        elif any(isinstance(module, BatchNorm) for module in self.modules()):
+            what = "norm='layer', which normalises tokens one by one, got 'batch'"
+        elif self.training and any(block.stochastic_depth for block in self.blocks):
+            what = "no stochastic depth, which processes would draw differently for a sample, got some"
+        elif embedding is not None and embedding.group.refers_to_rows:
+            what = f"an embedding that needs the positions of this shard only, got {type(embedding).__name__}"
+        if what:
+            raise ValueError(f"group: expected {what}")
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The scheme of each layer."""
@@ -231,19 +270,24 @@ class Trunk(nn.Module, ABC):
         self, tokens: Tensor, positions: Tensor | None, states: Sequence[State] | None = None
     ) -> tuple[Tensor, tuple[Arguments, ...]]:
         """Vectors ``[b t m]`` of tokens plus the scheme's embedding, and each layer's arguments of attention."""
-        positions = sequence(tokens.shape[1], device=tokens.device) if positions is None else positions
+        known = None if states is not None else shards(self.group, tokens.shape[1], tokens.device)
+        start = 0 if known is None or positions is not None else known.start
+        positions = sequence(tokens.shape[1], device=tokens.device) + start if positions is None else positions
         if isinstance(positions, Tensor) and positions.device != tokens.device:
             raise ValueError(f"positions: expected a tensor on {tokens.device} as tokens, got one on {positions.device}")
         x = self.tokens(tokens)
         if self.scheme.embedding is not None:
             x = x + self.scheme.embedding(positions, x.dtype)
-        return x, self.scheme_arguments(positions, x, states)
+        return x, self.scheme_arguments(positions, x, states, known)
 
-    def scheme_arguments(self, positions: Tensor, x: Tensor, states: Sequence[State] | None = None) -> tuple[Arguments, ...]:
+    def scheme_arguments(
+        self, positions: Tensor, x: Tensor, states: Sequence[State] | None = None, group: Any = None
+    ) -> tuple[Arguments, ...]:
         """Each layer's arguments of attention at positions, for features like x; with states, to continue streams."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if states is None:
-            return self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), dtype=dtype))
+            place = self.positions_for
+            return self.per_layer(lambda n, scheme: scheme.at(place(scheme, positions), group=group, dtype=dtype))
         at = self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), state=states[n], dtype=dtype))
         return tuple(arguments.of(state) for arguments, state in zip(at, states, strict=True))
 

@@ -45,6 +45,7 @@ class Decoder(Trunk):
 
     tokens: nn.Embedding
     causal = True
+    of_every_token = True
 
     def __init__(
         self,

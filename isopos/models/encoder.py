@@ -32,6 +32,8 @@ class Encoder(Trunk):
         torch.Size([1, 2, 256])
     """
 
+    of_every_token = True
+
     def __init__(
         self,
         vocabulary: int,

@@ -263,10 +263,16 @@ class _CausalLM(PreTrainedModel):
             x = x - mask.bool().int().argmax(-1)[:, None, None]  # padding on the left is before position 0
             scheme = self.decoder.scheme
             x = x if scheme.embedding is scheme.max_length is None else x.clamp_min(0)
-        mask, decoder = None if mask is None else mask[:, past:].bool(), self.decoder
+        decoder = self.decoder
+        if decoder.group is not None and places is None and mask is not None:
+            raise ValueError(
+                "position_ids: expected those of the whole sequence with an attention_mask of a shard, got none"
+            )
+        given = None if places is None and mask is None else x
+        mask = None if mask is None else mask[:, past:].bool()
         if cache is None:
             decoder.recompute = self.gradient_checkpointing and self.training
-            return decoder.features(ids, x, causal=True, mask=mask)
+            return decoder.features(ids, given, causal=True, mask=mask)
         if not all(isinstance(layer, _StateLayer) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
         y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])

@@ -120,6 +120,11 @@ class Language(TextTask):
         self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # the scheme does not depend on them
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        ranks, depth = recipe.training.sequence_parallel, recipe.model.stochastic_depth
+        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
+        require("stochastic_depth", depth, "0 with sequence_parallel, whose devices draw differently", depth == 0)
+
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Decoder", self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
 
@@ -181,6 +186,9 @@ class Text(Windows):
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         return self.corpus.batch(recipe.seed, step, recipe.training.batch, self.task.length, rank, ranks)
+
+    def shard(self, batch: "tuple[Tensor, ...]", rank: int, ranks: int) -> "tuple[Tensor, ...]":
+        return tuple(rows.tensor_split(ranks, 1)[rank] for rows in batch)
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         tokens, targets = batch

@@ -46,12 +46,12 @@ __all__ = [
 __getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
-PLACEMENT = ("device", "devices", "nodes", "strategy", "workers", "logger", "save_every")
+PLACEMENT = ("device", "devices", "nodes", "strategy", "sequence_parallel", "workers", "logger", "save_every")
 """Fields that determine where and how a run is computed: they may change when it is resumed."""
 LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("steps", 1, 10**12),
-    (("batch", "accumulate", "devices", "nodes"), 1, 10**7),
+    (("batch", "accumulate", "devices", "nodes", "sequence_parallel"), 1, 10**7),
     (("layers", "heads"), 1, 10**5),
     ("model_dim", 1, 10**7),
     ("hidden_dim", 0, 10**7),
@@ -200,6 +200,13 @@ class Task(ABC):
         self.model(recipe)
         return ()
 
+    def check_sequence_parallel(self, recipe: "Recipe") -> None:
+        """ValueError unless several processes can hold one sample together, by `Data.shard`; by default they cannot."""
+        raise ValueError(
+            f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of tokens, "
+            f"got {recipe.training.sequence_parallel}; language has"
+        )
+
     def origin(self, recipe: "Recipe") -> Path | None:
         """The folder of a finished run for a warm start: its weights are the initial ones, except those of `reinitialised`.
 
@@ -288,6 +295,10 @@ class Data(ABC):
     def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """A rank's share of the batch of a step: a function of (seed, step, rank). All shares together are the batch."""
 
+    def shard(self, batch: "tuple[Tensor, ...]", rank: int, ranks: int) -> "tuple[Tensor, ...]":
+        """One of equal shards of the tokens of a batch. The losses of all have as their mean the loss of the batch."""
+        raise NotImplementedError("a task that passes check_sequence_parallel cuts its batches")
+
     @abstractmethod
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         """The mean loss of a batch in nats: a scalar with gradients."""
@@ -349,6 +360,12 @@ class Training:
     devices: int = 1  # Number of devices of each machine.
     nodes: int = 1  # Number of machines, which share the file system of the run's folder.
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: replicated or sharded weights.
+    sequence_parallel: int = 1  # Devices that hold one sequence together, each an equal part of its tokens.
+
+    @property
+    def shares(self) -> int:
+        """Number of shares of a batch: groups of devices that hold one sequence."""
+        return self.devices * self.nodes // self.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -460,8 +477,12 @@ class Recipe:
         for name in ("dropout", "attention_dropout", "stochastic_depth", "beta1", "beta2"):
             require(name, values[name], "at least 0 and less than 1", 0 <= values[name] < 1)
         require("model_dim", m.model_dim, f"a multiple of the {m.heads} heads", m.model_dim % m.heads == 0)
-        parts = t.accumulate * t.devices * t.nodes
-        require("batch", t.batch, f"a multiple of accumulate * devices * nodes = {parts}", t.batch % parts == 0)
+        world, ranks = t.devices * t.nodes, t.sequence_parallel
+        require("sequence_parallel", ranks, f"a divisor of devices * nodes = {world}", world % ranks == 0)
+        if ranks > 1:
+            self.task.check_sequence_parallel(self)
+        parts, per = t.accumulate * t.shares, "" if ranks == 1 else " / sequence_parallel"
+        require("batch", t.batch, f"a multiple of accumulate * devices * nodes{per} = {parts}", t.batch % parts == 0)
         if t.validate_every and not t.save_every:
             raise ValueError("save_every: expected checkpoints, which keep the best weights, got 0; give both or neither")
         if t.patience and not t.validate_every:

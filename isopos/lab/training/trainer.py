@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -120,8 +121,13 @@ class _Training(LightningModule):
         self.ended = self.stopping = self.sharded = False
         self.signal, self.start, self.row = signals.pending(), 0.0, {}
         self.weights: Mapping[str, Any] = {}
+        self.group: Any = None  # whose processes hold one sequence
 
     def configure_model(self) -> None:
+        ranks = self.settings.sequence_parallel
+        if ranks > 1 and self.group is None:
+            shape, names = (self.settings.shares, ranks), ("data", "sequence")
+            self.group = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["sequence"].get_group()
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:  # FSDP2
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
@@ -138,7 +144,8 @@ class _Training(LightningModule):
         return kind(self.parameters(), lr=r.learning_rate, betas=betas, eps=r.epsilon, weight_decay=r.weight_decay)
 
     def train_dataloader(self) -> DataLoader:
-        batches = Batches(self.recipe, self.data, self.first, self.global_rank, self.trainer.world_size)
+        share = self.global_rank // self.settings.sequence_parallel
+        batches = Batches(self.recipe, self.data, self.first, share, self.settings.shares)
         start = _reset_signals if self.settings.workers else None
         return DataLoader(batches, batch_size=None, num_workers=self.settings.workers, worker_init_fn=start)
 
@@ -171,7 +178,12 @@ class _Training(LightningModule):
         step, part, *samples = batch
         torch.manual_seed(dropout_seed(self.recipe.seed, step, self.global_rank, part))
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings, step)
-        loss = self.data.loss(self.model, *samples)
+        if self.group is None:
+            loss = self.data.loss(self.model, *samples)
+        else:
+            ranks = self.settings.sequence_parallel
+            with self.model.over(self.group):
+                loss = self.data.loss(self.model, *self.data.shard(tuple(samples), self.global_rank % ranks, ranks))
         self.losses.append(loss.detach().double())
         self.step = step
         return loss
@@ -304,13 +316,40 @@ def fit(
             training.take_signals()
         else:
             _wait_for_nodes(t.nodes)
-        trainer.fit(training)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
+        try:
+            trainer.fit(training)
+        except RuntimeError as error:
+            if not _is_of_another_process(error):
+                raise
+            _end_with_the_others(folder, training.step, first=log is not None)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
     stopped = int(training.signal or signal.SIGTERM) if training.stopping and not training.ended else 0
     if training.signal and not stopped:  # too late for this run; the command checks for it next
         signals.remember(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
+
+
+def _is_of_another_process(error: RuntimeError) -> bool:
+    """Whether a collective failed, since another process ended."""
+    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
+
+
+def _end_with_the_others(folder: Path, step: int, *, first: bool) -> Never:
+    """End the first process with one line, and the others without one.
+
+    Raises:
+        OSError: In the first process.
+        SystemExit: In the others.
+    """
+    if not first:
+        raise SystemExit(2) from None
+    last = checkpoints.newest(folder)
+    raise OSError(
+        f"another process of this run ended after step {step}; "
+        f"the same command with --resume goes on from step {last.step if last else 0}"
+    ) from None
 
 
 def _check_room(folder: Path, model: nn.Module) -> None:

@@ -288,6 +288,14 @@ class Sums:
             return self
         return replace(self, q=self.q[None], k=self.k[None], v=self.v[None])
 
+    def triples(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Features of queries and keys, and values, with a graph; the sums of all, side by side, end in the denominator."""
+        queries, keys, values = self.made()
+        if self.denominator is not None:
+            values = with_ones(values, self.features[2].mask)
+        parts = [values] if len(queries) == 1 else values.split((values.shape[-1] - 1, 1), -1)
+        return list(zip(queries, keys, parts, strict=True))
+
     def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
         """All features, with a graph."""
         if self.ready:

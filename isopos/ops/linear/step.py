@@ -9,7 +9,7 @@ from isopos.exact import broadcast, cast_down, full_precision
 from isopos.ops.library import watched
 from isopos.ops.linear.autograd import refuses_step
 from isopos.ops.linear.division import clamp, divide
-from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums
 from isopos.ops.slices import Slices
 
 __all__ = ["TorchSteps", "carry", "weighed"]
@@ -22,12 +22,8 @@ def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[T
     """
     stream = sums.stream
     assert stream is not None
-    queries, keys, values = sums.made()
-    if sums.denominator is not None:
-        values = with_ones(values, sums.features[2].mask)
-    parts = [values] if len(queries) == 1 else values.split((values.shape[-1] - 1, 1), -1)
     totals, after = [], []
-    for n, operands in enumerate(zip(queries, keys, parts, strict=True)):
+    for n, operands in enumerate(sums.triples()):
         total, own = _carried(*operands, sums.g, stream, stream.sums[n] if stream.sums else None, linear)
         totals.append(total)
         after.append(own)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from isopos.exact import cast_down
 from isopos.ops.linear.division import divide
-from isopos.ops.linear.features import ALL_READY, Decays, Sums, with_ones
+from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.graph import aligned
 from isopos.ops.linear.isolation import looks
 from isopos.ops.linear.step import weighed
 
-__all__ = ["windowed"]
+__all__ = ["windowed", "within"]
 
 
 def windowed(sums: Sums, window: int, linear: Callable[[Sums], Tensor]) -> Tensor:
@@ -28,15 +28,18 @@ def windowed(sums: Sums, window: int, linear: Callable[[Sums], Tensor]) -> Tenso
 
     `linear` sums up blocks, which are heads to it.
     """
-    t = sums.q.shape[-2]
-    queries, keys, values = sums.made()
-    if sums.denominator is not None:
-        values = with_ones(values, sums.features[2].mask)
-    parts = [values] if len(queries) == 1 else values.split((values.shape[-1] - 1, 1), -1)
-    operands, g = aligned([list(each) for each in zip(queries, keys, parts, strict=True)], sums.g)
-    totals = [_total(*_blocks(own, g, window), sums.causal, linear) for own in operands]
-    total = torch.cat(totals, -1).flatten(-3, -2)[..., -t:, :]
+    total = within(sums.triples(), sums.g, sums.causal, window, linear)
     return divide(total) if sums.denominator == "divide" else total
+
+
+def within(
+    triples: Sequence[Sequence[Tensor]], g: Decays, causal: bool, window: int, linear: Callable[[Sums], Tensor]
+) -> Tensor:
+    """The same of features and values that are made, side by side, undivided."""
+    t = triples[0][0].shape[-2]
+    operands, g = aligned(triples, g)
+    totals = [_total(*_blocks(own, g, window), causal, linear) for own in operands]
+    return torch.cat(totals, -1).flatten(-3, -2)[..., -t:, :]
 
 
 def _blocks(operands: Sequence[Tensor], g: Decays, window: int) -> tuple[Tensor, Tensor, Tensor, Decays]:

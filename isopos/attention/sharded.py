@@ -1,0 +1,244 @@
+"""Attention of one sequence over the processes of a group: what a shard needs of the others, exchanged.
+
+Linear attention needs sums of constant size. Shard r has g_i at its queries and sends, for its keys,
+
+    S_r = sum_j exp(E_r - g_j) k_j v_j^T,    E_r = g of its last key,
+
+and total_i = (the sum over its own keys) + exp(g_i - f) q_i sum_{s < r} exp(f - E_s) S_s, f = g of its first query. Without
+`causal` the shards after it enter likewise, from the other end. One collective brings all S and E, while the sums over own
+keys run. Windows, relative terms and softmax attention fetch the keys that they see.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isopos.attention.clipped import scores_of, values_of_terms, with_terms
+from isopos.attention.problem import AnyProblem, LinearProblem, Problem, SoftmaxProblem
+from isopos.attention.segments import JUMP
+from isopos.exact import broadcast, cast_down
+from isopos.maps import Identity
+from isopos.ops import clipped, linear
+from isopos.ops.linear.features import ALL_READY, Decays, Sums
+from isopos.ops.linear.step import weighed
+from isopos.ops.linear.window import within
+from isopos.parallel import Shards
+from isopos.terms import Clipped
+
+__all__ = ["checked", "softmax_problem", "totals"]
+
+
+def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
+    """A checked problem, whose content-dependent phases go on from those of the shards before."""
+    problem = check(q, k, v, options, streams=streams)
+    if problem.shards is None or problem.phase is None:
+        return problem
+    path = problem.shards.before(problem.phase)
+    return check(q, k, v, options | {"group": problem.shards}, streams=streams, path=path)
+
+
+def totals(sums: Sums, problem: LinearProblem) -> Tensor:
+    """The sums of a shard's queries over all shards, undivided."""
+    shards = problem.shards
+    assert shards is not None
+    triples = sums.triples()
+    g = sums.g if problem.segments is None else _joined_segments(problem, shards)
+    if problem.window is not None:
+        return _windowed(triples, g, problem, shards)
+    if g is None and not problem.causal:
+        states = shards.add(*(k.mT @ v for _, k, v in triples)).wait()
+        total = torch.cat([q @ state for (q, _, _), state in zip(triples, states, strict=True)], -1)
+    else:
+        total = _carried(triples, g, problem.causal, shards)
+    return _with_terms(total, problem, shards) if problem.terms else total
+
+
+def _carried(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, causal: bool, shards: Shards) -> Tensor:
+    """Sums of a shard's queries over its own keys, and over those of the shards before and after it."""
+    directions = (False,) if causal else (False, True)
+    sent = [] if g is None else [g[1][..., 0], g[1][..., -1]]
+    sent += [_state(k, v, g, after) for after in directions for _, k, v in triples]
+    pending = shards.gather(*sent)
+    own = []
+    for q, k, v in triples:
+        batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
+        own.append(linear.linear(Sums(q, k, v, ALL_READY, g, causal)))
+    found = pending.wait()
+    edges = None
+    if g is not None:
+        (first, last), found = found[:2], found[2:]
+        _check_order(first, last)
+        edges = first, last
+    count = len(triples)
+    for n, after in enumerate(directions):
+        states = found[n * count : (n + 1) * count]
+        far = [_far(q, state, g, edges, after, shards.rank) for (q, _, _), state in zip(triples, states, strict=True)]
+        own = [total + more for total, more in zip(own, far, strict=True)]
+    return torch.cat(own, -1)
+
+
+def _state(k: Tensor, v: Tensor, g: Decays, after: bool) -> Tensor:
+    """The sum of k v^T over a shard ``[*b h d e]`` at its last key; with `after` at its first, for the shards before."""
+    if g is None:
+        return k.mT @ v
+    exponent = g[1] - g[1][..., :1] if after else g[1][..., -1:] - g[1]
+    weight = cast_down(exponent.exp(), k.dtype, k.device)[..., None]
+    return weighed(k, weight).mT @ torch.where(weight == 0, 0, v)
+
+
+def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank: int) -> Tensor:
+    """Sums of queries over the shards before theirs, or after it, from all states ``[size *b h d e]``."""
+    index = torch.arange(len(states), device=q.device)
+    part = (index > rank if after else index < rank).view(-1, *(1,) * (states.ndim - 1))
+    if g is None or edges is None:
+        return q @ torch.where(part, states, 0).sum(0)
+    border = g[0][..., -1] if after else g[0][..., 0]
+    edge = edges[0] if after else edges[1]
+    edge = edge.view(-1, *(1,) * (states.ndim - 2 - edge.ndim), *edge.shape[1:])
+    exponents = edge - border if after else border - edge
+    weight = exponents.masked_fill(~part[..., 0, 0].to(edge.device), -torch.inf).exp()
+    state = weighed(states, cast_down(weight, q.dtype, q.device)[..., None, None]).sum(0)
+    own = border[..., None] - g[0] if after else g[0] - border[..., None]
+    own = cast_down(own.exp(), q.dtype, q.device)[..., None]
+    return torch.where(own == 0, 0, (q * own) @ state)
+
+
+def _check_order(first: Tensor, last: Tensor) -> None:
+    """ValueError, on all processes, where log decays increase from a shard to the next."""
+    if first.device.type == "cpu" and bool((first[1:] > last[:-1]).any()):
+        raise ValueError("decay: expected log decays that do not increase from shard to shard; sort tokens by position")
+
+
+def _joined_segments(problem: LinearProblem, shards: Shards) -> Decays:
+    """Log decays with the jumps between segments, which count over all shards."""
+    assert problem.g is not None
+    assert problem.segments is not None
+    own = problem.g[1]
+    ids = problem.segments[1].expand(*own.shape[:-2], -1)
+    raw = own if problem.decay is None else problem.decay[1].expand(own.shape)
+    sent = ids[..., 0], ids[..., -1], own[..., -1], raw[..., 0], raw[..., -1]
+    first, last, drop, start, stop = shards.gather(*sent).wait()
+    step = torch.zeros_like(start[1:]) if problem.decay is None else start[1:] - stop[:-1]
+    new = (first[1:] != last[:-1]).unsqueeze(-1).to(step.device)
+    border = torch.where(new, -JUMP, step)
+    offset = drop[: shards.rank].sum(0) + border[: shards.rank].sum(0)
+    return problem.g[0] + offset[..., None], problem.g[1] + offset[..., None]
+
+
+def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, problem: LinearProblem, shards: Shards) -> Tensor:
+    """Sums over windows, whose keys may be in other shards."""
+    window = problem.window
+    assert window is not None
+    keys = [x for _, k, v in triples for x in (k, v)]
+    decays = [] if g is None else [g[1]]
+    found = shards.tokens([*keys, *decays], [-2] * len(keys) + [-1] * len(decays), _halo(window, problem.causal)).wait()
+    more = _after(window, problem.causal, shards)
+    if g is not None:
+        g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], more)), -1), found[-1]
+    wide = [(F.pad(q, (0, 0, 0, more)), *found[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
+    wide = [[x.expand(*_leading(own), *x.shape[-2:]) for x in own] for own in wide]
+    total = within(wide, g, problem.causal, window, linear.linear)
+    return total[..., : problem.q.shape[-2], :]
+
+
+def _leading(tensors: Sequence[Tensor]) -> torch.Size:
+    return broadcast(*(x.shape[:-2] for x in tensors))
+
+
+def _halo(window: int | None, causal: bool) -> Callable[[int, int], tuple[int, int]]:
+    """The indices of the keys that queries from `start` to `stop` - 1 see."""
+    if window is None:
+        return lambda start, stop: (0, stop if causal else 1 << 62)
+    return lambda start, stop: (start - window + 1, stop if causal else stop + window - 1)
+
+
+def _after(window: int, causal: bool, shards: Shards) -> int:
+    """Number of keys after this shard in the windows of its queries."""
+    return 0 if causal else min(window - 1, shards.total - shards.start - shards.count)
+
+
+def _with_terms(total: Tensor, problem: LinearProblem, shards: Shards) -> Tensor:
+    """Sums and denominators plus those of clipped terms."""
+    for term in problem.terms:
+        assert isinstance(term, Clipped)
+        near = problem.causal and term.x.shape[-1] == 1 and not term.outside and problem.segments is None
+        total = _with_near(total, problem, term, shards) if near else _with_all(total, problem, term, shards)
+    return total
+
+
+def _with_near(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
+    """With a clipped term of a causal sequence: the keys within its reach, and the sum of those before."""
+    values = values_of_terms(problem)
+    sums = shards.gather(values.to(torch.float64).sum(-2))
+    near, places = shards.tokens([values, term.y], [-2, -2], lambda start, stop: (start - term.reach, start)).wait()
+    score = scores_of(problem, term)
+    batch = broadcast(score.shape[:-2], values.shape[:-2])
+    rows = torch.cat((near, values), -2).expand(*batch, -1, -1)
+    score = score.expand(*batch, -1, -1)
+    added = clipped.clipped(score, rows, term.x, torch.cat((places, term.y), -2), term.reach, causal=True)
+    far = sums.wait()[0][: shards.rank].sum(0) - near.to(torch.float64).sum(-2)
+    return total + added + score[..., :1] * far.to(values.dtype).unsqueeze(-2)
+
+
+def _with_all(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
+    """With any clipped term: all values and positions are fetched, and rows of other shards are added to queries."""
+    found = _fetched(problem, {"v": (problem.v, -2), "y": (term.y, -2)}, shards, None, problem.causal)
+    y, start, stop = found.pop("y"), shards.start, shards.start + shards.count
+    x = torch.cat((y[..., :start, :], term.x.expand(*y.shape[:-2], -1, -1), y[..., stop:, :]), -2)
+    rows = (0, 0, start, y.shape[-2] - stop)
+    whole = replace(problem, q=F.pad(problem.q, rows), terms=(replace(term, x=x, y=y),), **found)
+    return with_terms(F.pad(total, rows), whole)[..., start:stop, :]
+
+
+def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
+    """The problem of a shard's queries, and of the keys of all shards that they see.
+
+    Terms, locality and attn_mask have all keys, and so has the problem with one of them. Otherwise its last query, perhaps
+    one of zeros, is aligned with its last key.
+    """
+    shards, t = problem.shards, problem.q.shape[-2]
+    assert shards is not None
+    pairs = bool(problem.terms) or problem.locality is not None or problem.attn_mask is not None
+    window, causal = (None, False) if pairs else (problem.window, problem.causal)
+    found = _fetched(problem, {"k": (problem.rho_k(problem.k), -2), "v": (problem.v, -2)}, shards, window, causal)
+    if pairs:
+        found |= {"attn_mask": _allowed(problem, shards), "window": None, "causal": False}
+    elif window is not None and (more := _after(window, causal, shards)):
+        found |= {"q": F.pad(problem.rho_q(problem.q), (0, 0, 0, more)), "rho_q": Identity()}
+        for name in ("decay", "segments"):
+            if name in found:
+                own = found[name][0][..., -t:]
+                found[name] = torch.cat((own, own[..., -1:].expand(*own.shape[:-1], more)), -1), found[name][1]
+    return replace(problem, rho_k=Identity(), shards=None, **found)
+
+
+def _fetched(
+    problem: Problem, tensors: dict[str, tuple[Tensor, int]], shards: Shards, window: int | None, causal: bool
+) -> dict[str, Any]:
+    """Fields of a problem for all keys that its queries see: `tensors` with their axes, mask, decay and segments."""
+    sent = dict(tensors)
+    pairs = {"decay": problem.decay, "segments": problem.segments}
+    sent |= {name: (pair[1], -1) for name, pair in pairs.items() if pair is not None}
+    if problem.mask is not None:
+        sent["mask"] = problem.mask, -1
+    rows, axes = zip(*sent.values(), strict=True)
+    found: dict[str, Any] = dict(zip(sent, shards.tokens(rows, axes, _halo(window, causal)).wait(), strict=True))
+    return found | {name: (pair[0], found[name]) for name, pair in pairs.items() if pair is not None}
+
+
+def _allowed(problem: SoftmaxProblem, shards: Shards) -> Tensor:
+    """The attn_mask ``[*b h t s]`` of a shard's queries and all keys, with `causal` and the window."""
+    index = torch.arange(shards.total, device=problem.q.device)
+    offset = index - index[shards.start : shards.start + problem.q.shape[-2], None]
+    part = torch.ones_like(offset, dtype=torch.bool)
+    part = part if not problem.causal else part & (offset <= 0)
+    part = part if problem.window is None else part & (offset.abs() < problem.window)
+    added = problem.attn_mask
+    if added is None:
+        return part
+    return part & added if added.dtype == torch.bool else added.masked_fill(~part, -torch.inf)

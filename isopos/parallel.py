@@ -1,0 +1,322 @@
+"""One sequence over the processes of a group, through PyTorch's distributed package: collectives with their gradients.
+
+Process r of a group holds shard r of the tokens. Shards are contiguous, follow the order of ranks, and may differ in length.
+All processes make the same calls in the same order, and all of them run the backward pass, whatever their losses are.
+
+A collective starts, and `Pending.wait` returns its result. What runs in between overlaps with it. The backward pass is the
+transpose: it starts where `wait` was called and ends where the collective started, so that the gradients of what ran in
+between overlap with it as well. Tensors of several dtypes travel in one message, as bytes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isopos.exact import once
+
+__all__ = ["Pending", "Shards", "Traffic", "shards"]
+
+
+class Traffic:
+    """Counts the bytes that this process sends to others inside ``with``, and in the backward passes of what ran there.
+
+    Examples:
+        >>> with Traffic() as traffic:
+        ...     pass  # attention with group=...
+        >>> traffic.sent, traffic.messages
+        (0, 0)
+    """
+
+    def __init__(self) -> None:
+        self.sent = self.messages = 0
+
+    def __enter__(self) -> "Traffic":
+        self.token = _TRAFFIC.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _TRAFFIC.reset(self.token)
+
+
+_TRAFFIC: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
+
+
+class Shards:
+    """The shards of one sequence, seen from this process.
+
+    Args:
+        group: A `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        count: Number of tokens of this process.
+        device: Where they are.
+
+    Attributes:
+        rank: This process in the group.
+        size: Number of processes.
+    """
+
+    def __init__(self, group: Any, count: int, device: torch.device):
+        if hasattr(group, "get_group"):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"group: expected a DeviceMesh of one dimension, got one of {group.ndim}; take one, mesh['sequence']"
+                )
+            group = group.get_group()
+        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+        self.group, self.rank, self.size, self.count, self.device = group, group.rank(), group.size(), count, device
+        self._lengths: tuple[int, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each process: one small message, the first time."""
+        if not self._lengths:  # no cached_property, whose lock is shared by threads that may be processes of a group
+            self._lengths = tuple(self.gather(torch.tensor([self.count], device=self.device)).wait()[0].flatten().tolist())
+        return self._lengths
+
+    @property
+    def start(self) -> int:
+        """Index of this process's first token in the sequence."""
+        return sum(self.lengths[: self.rank])
+
+    @property
+    def total(self) -> int:
+        """Length of the sequence."""
+        return sum(self.lengths)
+
+    def gather(self, *tensors: Tensor) -> "Pending":
+        """Tensors of one shape on all processes: ``[size ...]`` each."""
+        return Pending.start(_Gather(self), tensors)
+
+    def add(self, *tensors: Tensor) -> "Pending":
+        """Sums over all processes of tensors of one dtype."""
+        return Pending.start(_Add(self), tensors)
+
+    def before(self, x: Tensor) -> Tensor:
+        """The sum of x over the processes before this one."""
+        (x,) = self.gather(x).wait()
+        return x[: self.rank].sum(0)
+
+    def tokens(
+        self, tensors: Sequence[Tensor], axes: Sequence[int], reach: Callable[[int, int], tuple[int, int]]
+    ) -> "Pending":
+        """The tokens of all tensors, along their axes, from which to which each process needs them.
+
+        Args:
+            tensors: Of the tokens of this process.
+            axes: The axis of tokens of each.
+            reach: The first and last index + 1 in the sequence that a process needs, from those of its own tokens; the
+                same function on all processes.
+        """
+        own = [x.movedim(axis, 0) for x, axis in zip(tensors, axes, strict=True)]
+        return Pending.start(
+            _Tokens(self, reach), own, lambda rows: [x.movedim(0, axis) for x, axis in zip(rows, axes, strict=True)]
+        )
+
+
+def shards(group: Any, count: int, device: torch.device) -> Shards | None:
+    """The shards of a sequence over a group; None without a group, or for a group of one process."""
+    if group is None:
+        return None
+    found = group if isinstance(group, Shards) else Shards(group, count, device)
+    return found if found.size > 1 else None
+
+
+class _Collective(ABC):
+    """A collective and its transpose. Both start and return a buffer, which is read when the work is done."""
+
+    def __init__(self, shards: Shards):
+        self.shards, self.group = shards, shards.group
+
+    @abstractmethod
+    def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        """Start: the buffer, the work, and the number of bytes sent."""
+
+    @abstractmethod
+    def receive(self, buffer: Tensor) -> list[Tensor]:
+        """The result."""
+
+    @abstractmethod
+    def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        """Start the transpose."""
+
+    @abstractmethod
+    def receive_back(self, buffer: Tensor) -> list[Tensor]:
+        """The gradients of what was sent."""
+
+    def _like(self, tensors: Sequence[Tensor], first: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes without the first axes, and dtypes."""
+        return [(x.shape[first:], x.dtype) for x in tensors]
+
+
+class _Gather(_Collective):
+    def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        self.like, (row,) = self._like(tensors, 0), _packed([x[None] for x in tensors])
+        buffer = row.new_empty(self.shards.size, len(row))
+        return buffer, _all_gather(buffer, row, self.group), (self.shards.size - 1) * len(row)
+
+    def receive(self, buffer: Tensor) -> list[Tensor]:
+        return _unpacked(buffer, self.like)
+
+    def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        self.back, rows = self._like(grads, 1), _packed(grads)
+        buffer = torch.empty_like(rows)
+        work = dist.all_to_all_single(buffer, rows, group=self.group, async_op=True)
+        return buffer, work, (self.shards.size - 1) * rows.shape[1]
+
+    def receive_back(self, buffer: Tensor) -> list[Tensor]:
+        return [x.sum(0) for x in _unpacked(buffer, self.back)]
+
+
+class _Add(_Collective):
+    def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        self.shapes, buffer = [x.shape for x in tensors], torch.cat([x.reshape(-1) for x in tensors])
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        return buffer, work, 2 * (self.shards.size - 1) * buffer.nbytes // self.shards.size
+
+    def receive(self, buffer: Tensor) -> list[Tensor]:
+        parts = buffer.split([shape.numel() for shape in self.shapes])
+        return [x.view(shape) for x, shape in zip(parts, self.shapes, strict=True)]
+
+    def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        return self.send(grads)
+
+    def receive_back(self, buffer: Tensor) -> list[Tensor]:
+        return self.receive(buffer)
+
+
+class _Tokens(_Collective):
+    """Rows of tensors ``[t ...]``."""
+
+    def __init__(self, shards: Shards, reach: Callable[[int, int], tuple[int, int]]):
+        super().__init__(shards)
+        ends = list(accumulate(shards.lengths, initial=0))
+        own = list(pairwise(ends))
+        needs = [(max(0, first), min(ends[-1], last)) for first, last in (reach(*border) for border in own)]
+        start, stop = own[shards.rank]
+        self.parts = [(max(start, first) - start, max(max(start, first), min(stop, last)) - start) for first, last in needs]
+        first, last = needs[shards.rank]
+        self.sent = [stop - start for start, stop in self.parts]
+        self.received = [max(0, min(stop, last) - max(start, first)) for start, stop in own]
+
+    def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        self.like, rows = self._like(tensors, 1), _packed(tensors)
+        return self._swap(torch.cat([rows[slice(*part)] for part in self.parts]), self.sent, self.received)
+
+    def receive(self, buffer: Tensor) -> list[Tensor]:
+        return _unpacked(buffer, self.like)
+
+    def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
+        self.back = self._like(grads, 1)
+        return self._swap(_packed(grads), self.received, self.sent)
+
+    def receive_back(self, buffer: Tensor) -> list[Tensor]:
+        grads = []
+        for rows in _unpacked(buffer, self.back):
+            grad = rows.new_zeros(self.shards.count, *rows.shape[1:])
+            for part, own in zip(self.parts, rows.split(self.sent), strict=True):
+                grad[slice(*part)] += own
+            grads.append(grad)
+        return grads
+
+    def _swap(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any, int]:
+        buffer = rows.new_empty(sum(received), rows.shape[1])
+        work = dist.all_to_all_single(buffer, rows, received, sent, group=self.group, async_op=True)
+        return buffer, work, (sum(sent) - sent[self.shards.rank]) * rows.shape[1]
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective that has started."""
+
+    collective: _Collective
+    finish: Callable[[list[Tensor]], list[Tensor]]
+    traffic: Traffic | None
+    tensors: tuple[Tensor, ...] = ()
+    underway: Any = field(default=None, repr=False)
+
+    @classmethod
+    def start(
+        cls, collective: _Collective, tensors: Sequence[Tensor], finish: Callable[[list[Tensor]], list[Tensor]] = list
+    ) -> "Pending":
+        """Start a collective of tensors; `finish` changes its results."""
+        pending = cls(collective, finish, _TRAFFIC.get())
+        pending.tensors = _Start.apply(pending, *tensors)  # pyright: ignore[reportAttributeAccessIssue]
+        return pending
+
+    def wait(self) -> list[Tensor]:
+        """The result, in the order of the tensors."""
+        tensors, self.tensors = self.tensors, ()
+        return self.finish(list(_Finish.apply(self, *tensors)))  # pyright: ignore[reportArgumentType]
+
+    def begin(self, started: tuple[Tensor, Any, int]) -> None:
+        """Keep what is under way, and count its bytes."""
+        self.underway = started[:2]
+        if self.traffic is not None:
+            self.traffic.sent += started[2]
+            self.traffic.messages += 1
+
+    def end(self) -> Tensor:
+        """The buffer, once it is filled."""
+        (buffer, work), self.underway = self.underway, None
+        work.wait()
+        return buffer
+
+
+class _Start(torch.autograd.Function):
+    """Starts a collective; its backward pass ends the transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> Any:
+        ctx.pending, ctx.floating = pending, [x.is_floating_point() for x in tensors]
+        pending.begin(pending.collective.send([x.detach() for x in tensors]))
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = iter(ctx.pending.collective.receive_back(ctx.pending.end()))
+        return None, *(next(found) if floating else None for floating in ctx.floating)
+
+
+class _Finish(torch.autograd.Function):
+    """Ends a collective; its backward pass starts the transpose. The gradients it returns are placeholders."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> Any:
+        ctx.pending, ctx.shapes = pending, [x.shape for x in tensors]
+        return tuple(pending.collective.receive(pending.end()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        once("attention over a group", "a single process")
+        floating = [x for x in grads if x is not None and x.is_floating_point()]
+        ctx.pending.begin(ctx.pending.collective.send_back(floating))
+        zeros = (None if x is None else x.new_zeros(()).expand(shape) for x, shape in zip(grads, ctx.shapes, strict=True))
+        return None, *zeros
+
+
+def _all_gather(buffer: Tensor, row: Tensor, group: Any) -> Any:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before PyTorch 2.13
+    return gather(buffer.view(-1), row, group=group, async_op=True)
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Bytes ``[n bytes]`` of tensors ``[n ...]``."""
+    shapes = [(len(x), x.shape[1:].numel()) for x in tensors]
+    rows = [x.reshape(shape).contiguous() for x, shape in zip(tensors, shapes, strict=True)]
+    return torch.cat(
+        [x.as_strided(x.shape, (x.shape[1], 1)).view(torch.uint8) for x in rows], 1
+    )  # axes of 1 have any stride
+
+
+def _unpacked(rows: Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """The tensors ``[n ...]`` of such bytes, from the shapes of their rows."""
+    parts = rows.split([shape.numel() * dtype.itemsize for shape, dtype in like], 1)
+    own = zip(parts, like, strict=True)
+    return [x.clone(memory_format=torch.contiguous_format).view(dtype).view(len(x), *shape) for x, (shape, dtype) in own]

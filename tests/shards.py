@@ -1,0 +1,134 @@
+"""One sequence over a group, for tests: threads with a Gloo group of their own each, or processes; and the comparison.
+
+``python -m torch.distributed.run --standalone --nproc-per-node=N tests/shards.py`` compares every structure in N processes.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import ATTENTION, SchemeCase, inputs_of, named, parents_first, perturb
+from structures import pairs
+from torch import Tensor
+from torch._C import _distributed_c10d as distributed
+
+CPU, GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+SHARDS = (4, 2, 3)
+IDS = torch.tensor([5, 5, 5, 1, 1, 1, 1, 2, 2])  # a border inside a shard, one between shards, one inside again
+
+
+def group_of(store: Any, rank: int, size: int) -> dist.ProcessGroup:
+    """A member's view of a group."""
+    group = dist.ProcessGroup(distributed.PrefixStore("group", store), rank, size)
+    group._set_default_backend(GLOO)
+    backend = dist.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, timedelta(seconds=30))
+    group._register_backend(CPU, GLOO, backend)
+    return group
+
+
+def on_ranks(size: int, run: Callable[[Any, int], Any]) -> list[Any]:
+    """What ``run(group, rank)`` returns on each of `size` ranks, which are threads; raises the first error."""
+    store, found, errors = distributed.HashStore(), [None] * size, list[BaseException]()
+
+    def member(rank: int) -> None:
+        try:
+            found[rank] = run(group_of(store, rank, size), rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+@dataclass
+class Whole:
+    """Attention of a whole sequence by one process, with its gradients, to which shards of it are compared."""
+
+    scheme: Any
+    content: Sequence[Tensor]
+    x: Tensor
+    causal: bool
+    options: dict[str, Tensor | int]
+    weight: Tensor  # of the outputs, in the sum that gradients are of
+    y: Tensor = field(init=False)
+    grads: list[Tensor] = field(init=False)
+
+    @classmethod
+    def of(
+        cls, case: SchemeCase, kind: str, causal: bool, t: int, dtype: torch.dtype = torch.float64, **options: Any
+    ) -> "Whole":
+        scheme = perturb(case.build(attention=kind))
+        content = [a.to(dtype) for a in inputs_of(scheme, 2, t=t)]
+        x, mask = parents_first(scheme.group, case.positions(2, t=t)), torch.rand(2, t) < 0.8
+        whole = cls(
+            scheme, content, x, causal, {"mask": mask} | options, torch.randn(2, len(content[0][0]), t, 1, dtype=dtype)
+        )
+        whole.y, whole.grads = whole.run(slice(0, t))
+        return whole
+
+    def run(self, part: slice, group: Any = None) -> tuple[Tensor, list[Tensor]]:
+        """Outputs of some tokens, and the gradients of their content and of the parameters."""
+        content = [a[..., part, :].clone().requires_grad_() for a in self.content]
+        options = {name: a[..., part] if isinstance(a, Tensor) else a for name, a in self.options.items()}
+        at = self.scheme.at(self.x[..., part, :], dtype=content[0].dtype, group=group)
+        y = ATTENTION[self.scheme.attention](*content, **at, **options, causal=self.causal)
+        leaves = [*content, *self.scheme.parameters()]
+        grads = torch.autograd.grad((y * self.weight[..., part, :]).sum(), leaves, allow_unused=True)
+        return y.detach(), [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
+
+    def compare(self, group: Any, lengths: Sequence[int], error: float) -> None:
+        """Assert that a member's shard of the outputs and of all gradients is that of the whole, to an error of its size."""
+        start = sum(lengths[: group.rank()])
+        part = slice(start, start + lengths[group.rank()])
+        y, grads = self.run(part, group)
+        expected = [self.y[..., part, :], *(grad[..., part, :] for grad in self.grads[:3]), *self.grads[3:]]
+        most = max(1.0, *(grad.abs().max().item() for grad in self.grads))
+        for grad in grads[3:]:
+            dist.all_reduce(grad, group=group)
+        for n, (found, right) in enumerate(zip((y, *grads), expected, strict=True)):
+            scale = max(1.0, right.abs().max().item()) if n == 0 else most
+            assert (found - right).abs().max() <= error * scale, f"{n}: {(found - right).abs().max() / scale}"
+
+
+def settings(case: SchemeCase, kind: str) -> list[dict[str, Any]]:
+    """Options that a structure has: none, packed sequences, a window."""
+    plain = case.clipped and kind == "linear"
+    packed = [] if plain and case.outside else [{"segment_ids": IDS}]
+    return [{}, *packed, *([] if plain else [{"window": 3}])]
+
+
+def lengths_of(size: int, t: int) -> list[int]:
+    """Shards of different lengths."""
+    return [t // size + (rank < t % size) for rank in reversed(range(size))]
+
+
+def main() -> None:
+    """All structures and settings in the processes of torchrun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, count = dist.distributed_c10d._get_default_group(), 0
+    lengths = lengths_of(group.size(), len(IDS))
+    for case, kind in pairs():
+        for causal in case.ways:
+            for options in settings(case, kind):
+                torch.manual_seed(0)
+                with named(f"{case.id}-{kind} {causal} {[*options]}"):
+                    Whole.of(case, kind, causal, len(IDS), **options).compare(group, lengths, 1e-12)
+                count += 1
+    if group.rank() == 0:
+        print(f"{count} cases in {group.size()} processes")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
