@@ -376,6 +376,8 @@ def test_locality_is_of_logits(name):
     for wrong in (0.0, -1.0, 1.5, math.nan):
         with pytest.raises(ValueError, match=r"locality: expected a factor per step in \(0, 1\]"):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
+    one = schemes.REGISTRY[name](8, 2, locality=1.0, attention="softmax")
+    assert (one.at(ordered(one.group, t=5))["locality"] == 1).all()
 
 
 def test_only_a_locality_on_a_grid_has_another_metric():
@@ -680,6 +682,18 @@ def test_seeds_choose(name):
     again = results(schemes.REGISTRY[name](HEAD_DIM, HEADS, seed=1), x)
     assert all(map(torch.equal, first, again))
     assert not all(map(torch.equal, first, other))
+
+
+def test_parts_side_by_side_are_drawn_apart():
+    """No two axes or planes of a scheme that draws start alike; ape-product's smallest parts have no room for two bases."""
+    compared = 0
+    for case in (c for c in SCHEMES if "seed" in schemes.options_of(c.name) and c.name != "ape-product"):
+        for one in (m for m in case.build().encoding.modules() if isinstance(m, encodings.DirectSum)):
+            for a, b in itertools.combinations([dict(part.named_parameters()) for part in one.parts], 2):
+                for name in a.keys() & b.keys():
+                    assert a[name].shape != b[name].shape or not a[name].equal(b[name]), f"{case.id}: {name}"
+                    compared += 1
+    assert compared
 
 
 def test_random_seeds_of_torch_are_left_alone():
