@@ -31,6 +31,24 @@ def transformers():
     return made
 
 
+def held(model):
+    """Every tensor and number that a model's modules hold, buffers that no state dict has included."""
+    return {
+        f"{name}.{key}": value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+        for name, module in model.named_modules()
+        for key, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items())
+        if isinstance(value, torch.Tensor | int | float)
+    }
+
+
+def test_an_audit_leaves_tables_that_grow_with_calls_as_they_were():
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for made in (faults.model("llama", rope_parameters=dynamic), faults.kept_table()):
+        before = held(made)
+        assert audit(made, checks=["order of calls", "tables", "autocast", "casts", "decoding"]).status == 1
+        torch.testing.assert_close(held(made), before, rtol=0, atol=0)
+
+
 def test_a_folder_with_a_configuration_alone(tmp_path, capsys):
     faults.model("llama").config.save_pretrained(tmp_path)
     report = audit(tmp_path, checks=["frequencies", "shift", "left padding", "decoding", "packing"])
