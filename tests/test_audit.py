@@ -520,7 +520,8 @@ def test_a_gradient_in_words():
 def test_a_gradient_that_is_not_finite_is_named():
     class Infinite(faults.Learned):
         def angles(self, positions, x, mask):
-            return super().angles(positions, x, mask) + 0 * (self.frequency - self.frequency.detach()).sum().sqrt()
+            zero = (self.frequency - self.frequency.detach()).flatten()[0]  # of one number of them
+            return super().angles(positions, x, mask) + 0 * zero.sqrt()
 
     report = audit(**faults.layer(Infinite), checks=["gradient"])
     assert [(a.measured, a.where) for a in report.findings] == [("a gradient is not finite", "frequency")]
@@ -578,6 +579,9 @@ def test_declared_frequencies():
     assert attention_factor(yarn, 256) == pytest.approx(0.1 * math.log(4) + 1)
     assert attention_factor(yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, 256) == 1
     assert attention_factor(plain, 256) == 1
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 4.0], "original_max_position_embeddings": 64}
+    longrope = [frequencies(plain | factors | {"rope_type": "longrope"}, 4, 256, t).tolist() for t in (0, 64, 65)]
+    assert longrope == [[1.0, 0.1], [1.0, 0.1], [1.0, 0.025]]  # the trained length itself is a short one
     with pytest.raises(ValueError, match=r"rope_type: expected one of default, .*, got 'swirl'"):
         frequencies(plain | {"rope_type": "swirl"}, 4, None)
 

@@ -31,6 +31,23 @@ def transformers():
     return made
 
 
+def held(model):
+    """Every tensor and number that a model's modules hold, buffers that no state dict has included."""
+    return {
+        f"{name}.{key}": value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+        for name, module in model.named_modules()
+        for key, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items())
+        if isinstance(value, torch.Tensor | int | float)
+    }
+
+
+def test_an_audit_leaves_a_table_that_grows_with_calls_as_it_was():
+    made = faults.model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    before = held(made)
+    assert audit(made, checks=["order of calls", "tables", "autocast", "casts"]).broken == ("order of calls",)
+    torch.testing.assert_close(held(made), before, rtol=0, atol=0)
+
+
 def test_a_folder_with_a_configuration_alone(tmp_path, capsys):
     faults.model("llama").config.save_pretrained(tmp_path)
     report = audit(

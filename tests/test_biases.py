@@ -287,6 +287,19 @@ def test_tables_stay_exact_and_positions_are_checked(make):
                 bias(*arguments)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_positions_far_out_are_subtracted_before_anything_is_rounded(monkeypatch, apart):
+    """Numbers of pairs, and what a GPU's kernel takes in their place."""
+    monkeypatch.setattr(biases, "_apart", lambda x, y: apart)
+    (q, k, _), far = inputs(2, t=T, s=S), 2**40
+    for name, make in MAKE.items():
+        bias = perturb(make())
+        rounded, exact = (bias(X + far, Y + far, dtype) for dtype in (torch.float32, torch.float64))
+        for term, expected in zip(rounded, exact, strict=True):
+            found = term.scores(q.float(), k.float())
+            assert (found - expected.scores(q, k)).abs().max() < 1e-4, name
+
+
 @each(
     ("make", "spread"),
     [

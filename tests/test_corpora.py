@@ -88,8 +88,8 @@ def test_batches_are_pure_functions_of_seed_and_step(folder):
     assert tokens.shape == targets.shape == (4, 8)
     assert tokens.equal(again[0])
     assert tokens[:, 1:].equal(targets[:, :-1])
-    assert not tokens.equal(read.batch(0, 6, 4, 8)[0])
-    assert not tokens.equal(read.batch(1, 5, 4, 8)[0])
+    drawn = [read.batch(seed, step, 4, 8)[0].numpy().tobytes() for seed in range(3) for step in range(3)]
+    assert len(set(drawn)) == 9  # no seed repeats what another one has at another step
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])

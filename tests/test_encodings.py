@@ -18,6 +18,7 @@ from cases import (
     grouped,
     ids,
     inputs,
+    normals,
     permutations,
     perturb,
     tree_generator,
@@ -99,6 +100,23 @@ def test_isometry(case):
     encoding = perturb(case.make())
     x = torch.randn(3, HEADS, T, HEAD_DIM, dtype=torch.float64)
     close(encoding(case.group.random(3, T), torch.float64)(x).norm(dim=-1), x.norm(dim=-1))
+
+
+@each(
+    ("make", "value"),
+    [
+        (Rotary, rope_frequencies(HEAD_DIM // 2)[None, None]),
+        (lambda a: Exponential(a, learned=False), generator()),
+        (lambda n: InBasis(Rotary(rope_frequencies(HEAD_DIM // 2)[None, None]), bases.Householder(n)), normals()),
+    ],
+    ids=["rotary", "exponential", "householder"],
+)
+def test_what_an_encoding_was_made_of_may_change_afterwards(make, value):
+    given, (q, k, _) = value.clone(), inputs(1, t=T)
+    encoding = make(given)
+    expected = scores(encoding, sequence(T), sequence(T) + 3, q, k)
+    given.fill_(5)
+    close(scores(encoding, sequence(T), sequence(T) + 3, q, k), expected)
 
 
 @learned

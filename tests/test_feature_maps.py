@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import math
 
 import pytest
 import torch
@@ -186,6 +187,17 @@ def test_favor_fused_is_its_definition(causal):
     leaves, phi = inputs(2, t=70, requires_grad=True), Favor(8, 12).double()
     out, slow = (f(*leaves, feature_map=phi, causal=causal) for f in (linear_attention, quadratic))
     same_everywhere(out, slow, list(leaves))
+
+
+def test_favor_scales_all_keys_by_one_factor_and_each_query_by_its_own():
+    """Exponents reach from 0 to the clamp: keys along a direction w have up to |w|^2 / 2."""
+    phi = Favor(64, 5).double()
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None] * phi.projection[:1].double() * 64**0.25
+    features = phi(x) * 5**0.5
+    assert features.log().amax(-1).max() == pytest.approx(30)
+    assert ((features > math.exp(12)) & (features < math.exp(29))).any()
+    close((phi.key(x) / features).log(), torch.full_like(features, 20))
+    close(phi.query(x)[:10], (features / features.amax(-1, keepdim=True))[:10])
 
 
 @each("size", [1.0, 30.0, 1e4])

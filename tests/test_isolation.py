@@ -129,7 +129,7 @@ def test_a_weight_of_zero_hides_what_is_far_away(path):
         assert out[..., J:, :].isfinite().all()
 
 
-@each("name", ["none", "rope"])
+@each("name", ["none", "rope", "horn-clipped"])
 @each("dtype", [torch.float32, torch.float64])
 @each("t", [1, 40, T])
 def test_fewer_queries_than_keys_of_packed_sequences_both_ways(name, dtype, t):

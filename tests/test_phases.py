@@ -149,6 +149,19 @@ def test_gates_that_forget_all_leave_the_token_itself(kind):
 
 
 @both
+def test_behind_a_closed_gate_a_sequence_begins_anew(kind):
+    """However far one gate closes, those after it keep their digits: what follows is that of the tokens alone."""
+    scheme, (q, k, v) = made("fox", kind), inputs(2, t=T)
+    with torch.no_grad():
+        scheme.forget.weight[..., 0] = 1
+    q[..., 0], k[..., 4, 0] = 0, -1e20  # which the gate sees, and no query
+    out = scheme(q, k, v, sequence(T), causal=True)[..., 4:, :]
+    q, k, v = (a[..., 4:, :] for a in (q, k, v))
+    k[..., 0, 0] = -60  # a first gate closes nothing
+    close(out, scheme(q, k, v, sequence(T - 4), causal=True))
+
+
+@both
 @every
 def test_other_segments_and_masked_tokens_take_no_steps(name, kind):
     """NaN and infinity of theirs included, and no gradient comes from them."""

@@ -376,6 +376,8 @@ def test_locality_is_of_logits(name):
     for wrong in (0.0, -1.0, 1.5, math.nan):
         with pytest.raises(ValueError, match=r"locality: expected a factor per step in \(0, 1\]"):
             schemes.REGISTRY[name](8, 2, locality=wrong, attention="softmax")
+    one = schemes.REGISTRY[name](8, 2, locality=1.0, attention="softmax")
+    assert (one.at(ordered(one.group, t=5))["locality"] == 1).all()
 
 
 def test_only_a_locality_on_a_grid_has_another_metric():
@@ -682,6 +684,18 @@ def test_seeds_choose(name):
     assert not all(map(torch.equal, first, other))
 
 
+def test_parts_side_by_side_are_drawn_apart():
+    """No two axes or planes of a scheme that draws start alike; ape-product's smallest parts have no room for two bases."""
+    compared = 0
+    for case in (c for c in SCHEMES if "seed" in schemes.options_of(c.name) and c.name != "ape-product"):
+        for one in (m for m in case.build().encoding.modules() if isinstance(m, encodings.DirectSum)):
+            for a, b in itertools.combinations([dict(part.named_parameters()) for part in one.parts], 2):
+                for name in a.keys() & b.keys():
+                    assert a[name].shape != b[name].shape or not a[name].equal(b[name]), f"{case.id}: {name}"
+                    compared += 1
+    assert compared
+
+
 def test_random_seeds_of_torch_are_left_alone():
     state = torch.get_rng_state()
     for case in SCHEMES:
@@ -832,6 +846,30 @@ def test_bad_calls(call, message):
         call()
 
 
+@each(
+    "call",
+    [
+        *(lambda width=width: schemes.rope(8, 1, rotary_dim=width) for width in (2, 8)),
+        *(lambda p=p: schemes.p_rope(8, 1, p=p) for p in (0.25, 1.0)),
+        *(lambda width=width: schemes.lrpe_orthogonal(8, 1, identity=width) for width in (0, 6)),
+        *(lambda size=size: schemes.comrope(8, 1, block=size) for size in (2, 8)),
+        *(lambda depth=depth: schemes.shiv_quirk(8, 1, depth=depth) for depth in (1, 4)),
+        lambda: schemes.string(8, 1, axes=4),
+        lambda: schemes.string(10, 1, axes=4, variant="circulant"),
+        lambda: schemes.ape_grid(10, 1, axes=5),
+        lambda: schemes.ape_product(10, 1, parts="grid5"),
+        lambda: schemes.horn_clipped(8, 1, outside=0),
+        lambda: schemes.t5(8, 1, buckets=4, max_distance=2),
+        lambda: schemes.deberta(8, 1, buckets=4, max_distance=4),
+        lambda: schemes.fire(8, 1, length=1.0),
+    ],
+)
+def test_ends_of_ranges_are_in(call):
+    scheme = call()
+    q, k, v = inputs(1, t=3, d=scheme.encoding.features, heads=1)
+    assert scheme(q, k, v, ordered(scheme.group, t=3)).isfinite().all()
+
+
 EVEN = "rope retnet lrpe-orthogonal ape-sequence ape-ring xpos ape-absolute ape-grid ape-tree ape-product"
 LEAST = {
     1: """learned length, cosformer length, jordan order, lrpe-unitary length, lrpe-orthogonal length, permuteformer width,
@@ -852,6 +890,8 @@ def test_options_have_least_values_and_pairs_need_an_even_head():
                 message = f"{option}: expected an integer of at least {least}, got {wrong}"
                 with named(f"{name}: {option}={wrong}"), pytest.raises(ValueError, match=message):
                     schemes.REGISTRY[name](8, 1, **{option: wrong})
+            with named(f"{name}: {option}={least}"):
+                schemes.REGISTRY[name](8, 1, **{option: least})
     for name in ("ape-sequence", "ape-absolute", "ape-grid", "ape-tree"):
         with named(name), pytest.raises(ValueError, match="initial: expected one of rope, identity, got 'zero'"):
             schemes.REGISTRY[name](8, 1, initial="zero")

@@ -172,6 +172,15 @@ def test_endings_in_the_other_order_are_pairs_the_other_way_round(tmp_path):
         }
 
 
+def test_one_source_may_have_another_target_in_each_split(tmp_path):
+    for name in ("train", "val", "test"):
+        lines(tmp_path / f"{name}.en", "one", "two", name)
+        lines(tmp_path / f"{name}.de", f"eins ({name})", "zwei", "drei")
+    found = gathered(str(tmp_path), ".en,.de")
+    assert found.splits["train"] == [("one", "eins (train)"), ("train", "drei")]
+    assert found.summary == ", 2 repeated"
+
+
 def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path):
     for name, rows in (("train", ROWS[:30]), ("val", ROWS[20:40]), ("test_2016", ROWS[35:])):
         lines(tmp_path / f"{name}.en", *(a for a, _ in rows), *["  "] * 3)
