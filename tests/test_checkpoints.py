@@ -255,5 +255,5 @@ def test_a_run_is_read_on_the_cpu_in_evaluation(tmp_path):
     assert other.head.weight.equal(again.head.weight)
     for changes in ({"layers": 2}, {"model_dim": 32}, {"tied": True}):
         edited = recipe.edit(device="cpu", **changes)
-        with pytest.raises(ValueError, match=r"start: expected weights of the model's shapes in .*; name another"):
+        with pytest.raises(ValueError, match=r"start: expected weights of the model's shapes in .*; choose another run"):
             checkpoints.warm_start(edited.task.model(edited), tmp_path, ())
