@@ -97,8 +97,10 @@ def audited(model: str, checks: Iterable[str] | None = None, text: str | None = 
     made = made()
     if isinstance(made, tuple):
         made = dict(zip(("model", "call", "example", "relative", "causal"), made, strict=False))
-    given = made if isinstance(made, dict) else {"model": made}
-    return audit(**given | {"checks": checks} | ({} if text is None else {"text": text}))
+    given: dict[str, Any] = {**made} if isinstance(made, dict) else {"model": made}
+    if text is not None:
+        given["text"] = text
+    return audit(**given, checks=checks)
 
 
 def _subjects(

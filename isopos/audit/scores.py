@@ -98,15 +98,15 @@ class _Watch(TorchFunctionMode):
         if pair is None:
             return func(*args, **options)
         number, self.products = self.products, self.products + 1
+        q, k = pair
         if number in self.changes:
-            pair = tuple(a.to(b.dtype) for a, b in zip(self.changes[number](*pair), pair, strict=True))
-        self.last = (number, *pair)
+            q, k = (a.to(q.dtype) for a in self.changes[number](q, k))
+        self.last = (number, q, k)
         if name == "scaled_dot_product_attention":
-            self._whole(number, *pair, args, options)
-            return func(*pair, *args[2:], **{key: a for key, a in options.items() if key not in ("query", "key")})
+            self._whole(number, q, k, args, options)
+            return func(q, k, *args[2:], **{key: a for key, a in options.items() if key not in ("query", "key")})
         if number not in self.changes:
             return func(*args, **options)
-        q, k = pair
         rest = {key: a for key, a in options.items() if key in ("beta", "alpha")}
         return func(args[0], q, k.mT, **rest) if name == "baddbmm" else q @ k.mT
 
@@ -122,9 +122,10 @@ class _Watch(TorchFunctionMode):
             q, k = _einsum(*args)
         else:
             return None
-        if not all(isinstance(a, Tensor) and a.ndim > 2 and a.shape[-2] == self.count for a in (q, k)):
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and min(q.ndim, k.ndim) > 2):
             return None
-        return (q, k) if q.shape[-1] == k.shape[-1] != self.count else None
+        fits = q.shape[-2] == k.shape[-2] == self.count and q.shape[-1] == k.shape[-1] != self.count
+        return (q, k) if fits else None
 
     def _softmax(self, logits: Tensor) -> None:
         """Logits of attention; more than t columns are sinks at the end."""
