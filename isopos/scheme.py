@@ -405,7 +405,7 @@ class Scheme(nn.Module):
             dtype: Dtype of tables: float32, or float64 for float64 queries; smaller dtypes become float32.
             evaluated: Results of `at` in this dtype at x and at x_key, whose isometries are reused.
         """
-        if (known := shards(group, x.shape[-2], x.device)) is not None:
+        if group is not None and (known := shards(group, x.shape[-2], x.device)) is not None:
             return self._sharded(x, x_key, state, known, dtype)
         if state is not None:
             return self._continued(x, x_key, state, dtype)
