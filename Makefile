@@ -60,7 +60,7 @@ STAMPS := .venv/.installed-run .venv/.installed-dev .venv/.installed-docs .venv/
 .venv/.installed-run: EXTRAS := lab
 .venv/.installed-dev: EXTRAS := lab,dev,hf
 .venv/.installed-docs: EXTRAS := lab,dev,hf,docs
-.venv/.installed-peers: EXTRAS := lab,dev,peers,hf,docs,gpu-test,cluster
+.venv/.installed-peers: EXTRAS := lab,dev,peers,hf,docs,gpu-test,cluster,onnx
 $(STAMPS): pyproject.toml setup.py constraints.txt $(wildcard isopos/ops/linear/cpu/*.[ch]) $(BIN)/python
 	@if $(HALF) || ! $(PIP) --version >/dev/null 2>&1; then $(NEW_VENV); fi
 	@touch .venv/.installing

@@ -59,7 +59,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
-PACKAGES = {"audit": {"rich"}, "cli": {"tyro", "rich"}, "integrations": {"transformers", "safetensors"}, "ops": {"triton"}}
+PACKAGES = {
+    "audit": {"rich"},
+    "cli": {"tyro", "rich"},
+    "integrations": {"transformers", "safetensors", "onnx", "onnxruntime", "onnxscript"},
+    "ops": {"triton"},
+}
 """What rooms use beside torch and numpy, within functions."""
 MOST = {"function": 60, "module": 600}
 

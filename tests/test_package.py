@@ -63,7 +63,9 @@ def test_the_wheel_is_the_package(built):
     assert held - compiled_of(built[".whl"]).keys() == package
     assert said["Version"] == isopos.__version__
     assert said["License-Expression"] == "Apache-2.0"
-    assert {"lab", "hf", "peers", "dev", "docs", "tensorboard", "gpu-test", "cluster"} == set(said.get_all("Provides-Extra"))
+    assert {"lab", "hf", "peers", "dev", "docs", "tensorboard", "gpu-test", "cluster", "onnx"} == set(
+        said.get_all("Provides-Extra")
+    )
     labels = {url.split(",")[0] for url in said.get_all("Project-URL")}
     assert labels == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 

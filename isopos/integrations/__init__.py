@@ -1,1 +1,1 @@
-"""isopos in other libraries' models, a package a library; nothing else imports them."""
+"""Schemes in models of other libraries and in files for other runtimes; nothing else imports these modules."""

@@ -1,8 +1,8 @@
-"""`isopos export`: a run's language model as a folder for transformers."""
+"""`isopos export`: a run's language model as a folder for transformers, or as an ONNX file."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -13,10 +13,12 @@ from isopos.lab.tasks import spec
 
 @dataclass(frozen=True)
 class Options:
-    """Write a run's language model and tokenizer as a folder for transformers' Auto classes (needs the extra hf)."""
+    """Write a run's language model and tokenizer for transformers' Auto classes (extra hf) or as ONNX (extra onnx)."""
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME/rope-seed0.
     folder: Annotated[str, tyro.conf.Positional]  # New folder for configuration, weights and tokenizer.
+    onnx: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write decoder.onnx, which reads whole texts, chunks or single tokens, and tokenizer.json."""
 
 
 def run(options: Options, console: Console) -> int:
@@ -31,14 +33,33 @@ def run(options: Options, console: Console) -> int:
     recipe, model = checkpoints.load_run(Path(options.run))
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got a model of the task {spec(recipe.task)}")
+    tokenizer = tokenizer_of(Path(options.run)).model()
     try:
-        from isopos.integrations.transformers import from_decoder
+        (_write_onnx if options.onnx else _write_transformers)(model, tokenizer, folder)
     except ImportError as error:
         raise ValueError(str(error)) from None
-    from transformers import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports]
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(Path(options.run)).model())
-    from_decoder(model).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     print(printable(str(folder)))
     return 0
+
+
+def _write_transformers(model: Any, tokenizer: Any, folder: Path) -> None:
+    from isopos.integrations.transformers import from_decoder  # first: its error names the extra
+
+    from transformers import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports] # isort: skip
+
+    from_decoder(model).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def _write_onnx(model: Any, tokenizer: Any, folder: Path) -> None:
+    from isopos.integrations.onnx import export_decoder
+
+    folder.mkdir(parents=True)
+    try:
+        export_decoder(model.eval().cpu(), folder / "decoder.onnx")
+        tokenizer.save(str(folder / "tokenizer.json"))
+    except BaseException:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        raise

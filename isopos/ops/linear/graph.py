@@ -11,6 +11,7 @@ from isopos.exact import full_precision
 from isopos.ops.linear.autograd import Backend, Kernel, chosen
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import divide
+from isopos.ops.linear.exported import exported_sum
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.isolation import broken, finite, isolated, looks
 from isopos.ops.linear.kernels import KERNELS
@@ -93,6 +94,8 @@ class _Products(torch.autograd.Function):
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
+    if torch.compiler.is_exporting():
+        return q @ (k.mT @ v) if not causal and g is None else exported_sum(q, k, v, g, causal)
     if not causal and g is None:
         learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return _Products.apply(q, k, v) if learned and looks(q.detach()) else q @ (k.mT @ v)  # pyright: ignore[reportReturnType]
