@@ -1,6 +1,7 @@
 """The C kernel of other machines and other compilers beside the definition in float64: under an emulator where need be."""
 
 import ctypes
+import subprocess
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from isopos.feature_maps import COMPILED
 from isopos.ops import library
 from isopos.ops.rotate import lift, rotate, unlift, unrotate
 from isopos.stream import Stream
+from tools.sanitize import ROOT, flags
 
 BUILDS = {
     "NEON": ("NEON", ["aarch64-linux-gnu-gcc"], ["qemu-aarch64"]),
@@ -120,3 +122,31 @@ def test_feature_maps(kernel):
         pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
         kernel.isopos_features(ctypes.c_int64(n), *pointers, ctypes.c_int64(EDGES.numel()))
         as_the_table(phi, y, slope)
+
+
+@pytest.mark.parametrize(
+    "target", ["arm64-apple-macos11", "x86_64-apple-macos11", "x86_64-pc-windows-msvc", "aarch64-pc-windows-msvc"]
+)
+def test_clang_compiles_it_for_other_systems(target, tmp_path):
+    """Up to an object file, without the system's headers: nothing is linked and nothing runs."""
+    if missing := absent("clang"):
+        pytest.skip(f"it takes {missing}")
+    declared = "#include <stddef.h>\nvoid *memcpy(void *, const void *, size_t);\nvoid *memset(void *, int, size_t);\n"
+    (tmp_path / "string.h").write_text(declared)
+    own = subprocess.check_output(["clang", "-print-resource-dir"], text=True).strip() + "/include"
+    common = [
+        "-std=gnu11",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-Wno-psabi",
+        "-ffreestanding",
+        "-nostdlibinc",
+    ]
+    for instructions in library.X86 if target.startswith("x86") else ["NEON"]:
+        where = ["-isystem", str(tmp_path), "-isystem", own, "-c", "-o", str(tmp_path / "kernel.o")]
+        kernel = str(ROOT / "isopos/ops/linear/cpu/kernel.c")
+        command = ["clang", "-target", target, *common, *flags(instructions), *where, kernel]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
