@@ -290,7 +290,7 @@ def test_tables_stay_exact_and_positions_are_checked(make):
 @pytest.mark.parametrize("apart", [False, True])
 def test_positions_far_out_are_subtracted_before_anything_is_rounded(monkeypatch, apart):
     """Numbers of pairs, and what a GPU's kernel takes in their place."""
-    monkeypatch.setattr(biases, "_apart", lambda x, y: apart)
+    monkeypatch.setattr(biases, "_can_be_lazy", lambda x, y: apart)
     (q, k, _), far = inputs(2, t=T, s=S), 2**40
     for name, make in MAKE.items():
         bias = perturb(make())

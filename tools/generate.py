@@ -2,7 +2,8 @@
 
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
-docs/transformers.md (models of tests/families.py), docs/performance.md and docs/results/README.md (summaries of their tables).
+docs/transformers.md (models of tests/families.py), docs/performance.md and docs/results/README.md (summaries of their
+tables).
 """
 
 import re
