@@ -4,9 +4,12 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from isopos.audit import declared
 from isopos.audit.checks import check, unless
@@ -17,6 +20,7 @@ __all__: list[str] = []
 
 FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
 FURTHER = tuple(2**n for n in range(10, 32))
+PROBED = 2**16  # positions from which a table is told from other tensors
 ANY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional", "mrope")  # types that do not go by a call's length
 CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
 
@@ -91,6 +95,10 @@ def far_positions(subject: Subject) -> Iterator[Finding]:
             continue
         x = torch.tensor([FURTHER])
         try:
+            if _grows(rotary):
+                says = f"cosines and sines up to position {FURTHER[-1]}"
+                yield Finding(says, "not measured: a table as long as the position is built", "note", rotary.name)
+                continue
             found = _table(rotary, x, torch.float32, copy.deepcopy(rotary.module))
         except (IndexError, RuntimeError) as error:
             yield Finding(
@@ -101,6 +109,28 @@ def far_positions(subject: Subject) -> Iterator[Finding]:
         errors = dict(found.curves[0][1]) if found.curves else {}
         exact = max((a for a, error in errors.items() if error < 1e-2), default=0)
         yield replace(found, measured=f"{found.measured}, below 0.01 up to position {exact}")
+
+
+class _Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that operations return."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+def _grows(rotary: Rotary) -> bool:
+    """Whether the module builds a table as long as its largest position, which far ones would need too much memory for."""
+    assert rotary.tables is not None
+    sizes, module = [], copy.deepcopy(rotary.module)
+    for position in (PROBED, 2 * PROBED):
+        with _Largest() as largest, torch.no_grad():
+            rotary.tables(module, torch.tensor([[position - 1]]), torch.float32)
+        sizes.append(largest.numel)
+    return sizes[1] > sizes[0] >= PROBED
 
 
 def _within(rotary: Rotary) -> int:
