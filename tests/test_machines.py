@@ -1,4 +1,4 @@
-"""The C kernel of other machines and other compilers beside the definition in float64: under an emulator where need be."""
+"""The C kernel of other machines and compilers compared with the definition in float64, in an emulator where needed."""
 
 import ctypes
 import subprocess

@@ -156,16 +156,16 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
 
 @check("padded rows", "Does what is not finite in padded places stay there?", "mask")
 def padded_rows(subject: Subject) -> Iterator[Finding]:
-    """A row of padding alone beside a sample; and, where tokens are features, NaN in padded places."""
+    """A row of padding alone in a batch with a sample; and, where tokens are features, NaN in padded places."""
     pad, sample = 4, subject.tokens(1, subject.length)
     unless(subject.limit is not None and subject.length + pad > subject.limit, f"it has {subject.limit} positions only")
     rows = torch.cat((subject.tokens(1, pad, seed=5), sample), 1)
     mask = _all(rows)
     mask[:, :pad] = False
     alone, empty = subject.outputs(rows, None, mask)[:, pad:], torch.zeros_like(mask)
-    beside = subject.outputs(rows.repeat(2, *[1] * (rows.ndim - 1)), None, torch.cat((mask, empty)))[:1, pad:]
+    batched = subject.outputs(rows.repeat(2, *[1] * (rows.ndim - 1)), None, torch.cat((mask, empty)))[:1, pad:]
     yield compared(
-        subject, beside, alone, "a row of padding alone leaves the other rows as they are",
+        subject, batched, alone, "a row of padding alone leaves the other rows as they are",
         remedy="let a query without keys give zeros, not NaN, and share nothing between rows",
     )  # fmt: skip
     if not rows.is_floating_point():

@@ -502,7 +502,7 @@ static void join_piece(const void *call, int64_t n, int64_t worker)
     join_parts(call, n, ((const Call *)call)->flags.back);
 }
 
-static void piece(const void *of, int64_t n, int64_t worker)
+static void causal_piece(const void *of, int64_t n, int64_t worker)
 {
     const Call *call = of;
     const int64_t back = call->flags.back, parts = call->split.parts, head = n / parts, part = n % parts;
@@ -533,7 +533,7 @@ static void run(Call *call, int back)
         share_work(call, sum_piece, all, call->split.threads);
         share_work(call, join_piece, size->all, call->split.threads);
     }
-    share_work(call, piece, all, call->split.threads);
+    share_work(call, causal_piece, all, call->split.threads);
 }
 
 EXPORT void isopos_forward(Call *call)
