@@ -18,6 +18,10 @@ __all__ = ["pages", "run", "script"]
 PREAMBLES = {  # code that a page assumes
     "README.md": "from transformers import LlamaConfig as C, LlamaForCausalLM as M; "
     "model = M(C(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1))",
+    "parallel.md": "import os, torch, isopos; "  # one process of one
+    "os.environ |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='0', RANK='0', WORLD_SIZE='1'); "
+    "t = 8; q, k, v = torch.randn(3, 1, 8, t, 64, requires_grad=True); tokens = targets = torch.randint(9, (1, t)); "
+    "model = isopos.Decoder(9, 32, 1, isopos.rope(16, 2))",
 }
 BLOCK = re.compile(r"^( *)```(python|text)\n(.*?)^\1```$", re.M | re.S)
 
