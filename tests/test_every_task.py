@@ -1,10 +1,12 @@
 """Every task in every command: a comparison and an evaluation; and two processes or a resumed run give the losses of one."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,29 +34,44 @@ def test_every_task_is_here():
     assert set(SMALL) == set(tasks.TASKS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", SMALL)
-def test_two_processes_and_resumed_runs_are_those_of_one(tmp_path, task):
-    def train(name, *more):
-        command = ["train", tasks.TASKS[task], *SMALL[task], *SIZES, f"--name={name}", *more]
-        done = subprocess.run(
-            [sys.executable, "-m", "isopos", *command],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr
-        return [row["loss"] for row in read_rows(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in row]
+def _arguments(task, name, *more):
+    return ["train", tasks.TASKS[task], *SMALL[task], *SIZES, f"--name={name}", *more]
 
-    whole = train("one")
-    assert len(whole) == 12
-    assert train("two", "--devices=2", "--strategy=fsdp2", "--accumulate=2") == pytest.approx(whole, abs=1e-5)
-    run = tmp_path / "runs" / "one"
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-00000012")
-    assert train("one", "--resume", "--workers=2") == whole
+
+def _losses(folder, name):
+    return [row["loss"] for row in read_rows(folder / "runs" / name / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The folder of a run of each task in two processes."""
+    folder, forks = tmp_path_factory.mktemp("pairs"), str(Path(__file__).with_name("forks.py"))
+    runs = [_arguments(task, task, "--devices=2", "--strategy=fsdp2", "--accumulate=2") for task in SMALL]
+    done = subprocess.run(
+        [sys.executable, forks, json.dumps(runs)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_and_resumed_runs_are_those_of_one(isopos, tmp_path, pairs, subtests):
+    for task in SMALL:
+        with subtests.test(task=task):
+            code, _, err = isopos(*_arguments(task, task))
+            whole = _losses(tmp_path, task)
+            assert (code, len(whole)) == (0, 12), err
+            assert _losses(pairs, task) == pytest.approx(whole, abs=1e-5)
+            run = tmp_path / "runs" / task
+            (run / "result.json").unlink()
+            shutil.rmtree(run / "checkpoints" / "step-00000012")
+            code, _, err = isopos(*_arguments(task, task, "--resume", "--workers=2"))
+            assert (code, _losses(tmp_path, task)) == (0, whole), err
 
 
 ROWS = {
