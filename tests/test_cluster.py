@@ -392,5 +392,6 @@ def test_an_interrupted_table_leaves_checkpoints_and_goes_on(toys, tmp_path, add
     begun = [path.parent for path in folder.glob("cells/*/recipe.json")]
     assert begun
     steps = {cell: checkpoints.newest(cell).step for cell in begun if checkpoints.newest(cell)}
-    assert all(read_rows(cell / "metrics.jsonl")[-1]["step"] == step for cell, step in steps.items())
+    rows = {cell: read_rows(cell / "metrics.jsonl")[-1]["step"] for cell in steps}
+    assert all(rows[cell] >= step for cell, step in steps.items())  # later rows of a process that Ray killed are dropped
     assert any(0 < step < 4000 for step in steps.values())
