@@ -1,0 +1,173 @@
+"""How much of the loss comes back after conversion to linear attention, by tokens, against training anew.
+
+A small Llama of bytes is trained with softmax attention for each seed. `isopos convert` converts it, a fifth of its tokens
+for attention transfer and the rest on the next token. The same command trains models of random weights with the same linear
+attention on as many tokens. Batches of one seed are the same, so differences are paired.
+
+    python -m benchmarks.conversion --data TEXT --folder FOLDER
+
+Cells that are in the folder are not computed again.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from isopos.lab.commands.convert import TRANSFER, TUNING, Options, run
+from isopos.lab.data.corpora import Corpus, load_corpus
+from isopos.lab.reports.intervals import Difference
+from isopos.lab.runs.files import write_json
+
+SIZES = {"vocab_size": 256, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+LENGTH, BATCH, SCORED = 128, 8, 16384
+RATE, TUNING_RATE, ANEW_RATE = 3e-3, 1e-3, 3e-3  # peak learning rates; those of the last two were chosen on seed 9
+SHARE = 5  # the transfer has one step of so many
+BASE_STEPS, STEPS, SEEDS = 600, (30, 120, 480), (0, 1, 2)
+SCHEMES = {
+    "keep, retnet's decay": ("keep:decay=retnet", 0),
+    "keep, with a softmax window of 16": ("keep:decay=retnet", 16),
+    "permuteformer": ("permuteformer", 0),
+}
+ANEW, NO_TRANSFER = "anew", "no transfer"
+
+
+def fresh(seed: int) -> Any:
+    """A small Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None))
+
+
+def original(folder: Path, corpus: Corpus, seed: int, steps: int) -> Path:
+    """The folder of a model that was trained with softmax attention; with 0 steps, of one with random weights."""
+    path = folder / f"seed{seed}" / (f"softmax-{steps}" if steps else "random")
+    if path.exists():
+        return path
+    model = fresh(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    for step in range(1, steps + 1):
+        warm = steps // 10
+        left = 0.5 + 0.5 * math.cos(math.pi * (step - 1 - warm) / (steps - warm))
+        optimizer.param_groups[0]["lr"] = RATE * (step / warm if step <= warm else left)
+        tokens, targets = corpus.batch(1_000_003 + seed, step, BATCH, LENGTH)  # others than those of conversion
+        loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    part = path.with_name(f".{path.name}.new")
+    model.save_pretrained(part)
+    part.rename(path)
+    return path
+
+
+@torch.no_grad()
+def bits(model: Any, corpus: Corpus) -> float:
+    """Bits per byte on held-out text."""
+    total = count = 0.0
+    for tokens, targets in corpus.windows(LENGTH, SCORED, BATCH):
+        logits = model(tokens, use_cache=False).logits[:, -targets.shape[1] :]
+        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += targets.numel()
+    return total / count / math.log(2)
+
+
+def swapped(source: Path, scheme: str, window: int) -> Any:
+    """The model with linear attention, and the weights of softmax attention."""
+    from isopos.integrations.transformers import converted, linear_scheme
+    from isopos.lab.tasks.conversion import read_model
+    from isopos.spec import split_spec
+
+    model = read_model(source)
+    return converted(model, linear_scheme(model, *split_spec(scheme)), window or None)
+
+
+def cell(source: Path, name: str, scheme: str, window: int, steps: int, seed: int, data: str, arm: str, rate: float) -> float:
+    """Bits per byte after `steps` updates in all, by the command."""
+    new = source.parent / f"{name.replace(' ', '-').replace(',', '')}-{arm.replace(' ', '-')}-{steps}".strip("-")
+    result = new.with_name(f"{new.name}.runs") / TUNING / "result.json"
+    if not new.exists():
+        transfer = 0 if arm else steps // SHARE
+        options = Options(
+            str(source), str(new), scheme=scheme, window=window, data=data, tokenizer="bytes", length=LENGTH, batch=BATCH,
+            transfer_steps=transfer, steps=steps - transfer, learning_rate=rate, validation_tokens=SCORED, save_every=10**6,
+            seed=seed, resume=new.with_name(f"{new.name}.runs").exists(),
+        )  # fmt: skip
+        if run(options, Console(quiet=True)):
+            raise SystemExit(f"{new}: diverged")
+    return json.loads(result.read_text())["scores"]["bits/byte"]
+
+
+def measure(folder: Path, corpus: Corpus, data: str, seed: int) -> dict[str, dict[str, float]]:
+    """All figures of a seed: by row, and by the number of tokens."""
+    path = folder / f"seed{seed}" / "figures.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    trained, untrained = original(folder, corpus, seed, BASE_STEPS), original(folder, corpus, seed, 0)
+    from isopos.lab.tasks.conversion import read_model
+
+    found: dict[str, dict[str, float]] = {"softmax": {"0": bits(read_model(trained).eval(), corpus)}}
+    for name, (scheme, window) in SCHEMES.items():
+        row = found[name] = {"0": bits(swapped(trained, scheme, window).eval(), corpus)}
+        anew = found[f"{name}: {ANEW}"] = {}
+        for steps in STEPS:
+            tokens = str(steps * BATCH * LENGTH)
+            row[tokens] = cell(trained, name, scheme, window, steps, seed, data, "", TUNING_RATE)
+            anew[tokens] = cell(untrained, name, scheme, window, steps, seed, data, ANEW, ANEW_RATE)
+    name = next(iter(SCHEMES))
+    found[f"{name}: {NO_TRANSFER}"] = {
+        str(steps * BATCH * LENGTH): cell(trained, name, *SCHEMES[name], steps, seed, data, NO_TRANSFER, TUNING_RATE)
+        for steps in STEPS
+    }
+    write_json(path, found)
+    return found
+
+
+def table(figures: list[dict[str, dict[str, float]]]) -> str:
+    """The figures as a table of Markdown."""
+    base = [one["softmax"]["0"] for one in figures]
+    rows = ["| attention | tokens | converted | training anew | converted - anew | of the loss back |", "|---|---|---|---|---|---|"]
+    for name in SCHEMES:
+        at_once = [one[name]["0"] for one in figures]
+        for tokens in figures[0][name]:
+            own = [one[name][tokens] for one in figures]
+            back = [(a - b) / (a - c) for a, b, c in zip(at_once, own, base, strict=True)]
+            other = [one[f"{name}: {ANEW}"].get(tokens) for one in figures]
+            apart = [a - b for a, b in zip(own, other, strict=True) if b is not None]
+            beside = f"{statistics.mean(b for b in other if b is not None):.3f}" if apart else "-"
+            difference = Difference.paired(apart).text("+.3f") if apart else "-"
+            mean = f"{statistics.mean(own):.3f}"
+            rows.append(f"| {name} | {int(tokens):,} | {mean} | {beside} | {difference} | {Difference.paired(back).text('.0%')} |")
+    name = next(iter(SCHEMES))
+    lines = ["", f"Without attention transfer, all tokens on the next token ({name}), against the same number with it:", ""]
+    for tokens in figures[0][f"{name}: {NO_TRANSFER}"]:
+        apart = [one[f"{name}: {NO_TRANSFER}"][tokens] - one[name][tokens] for one in figures]
+        lines.append(f"- {int(tokens):,} tokens: {Difference.paired(apart).text('+.3f')}")
+    spread = f" (standard deviation {statistics.stdev(base):.3f})" if len(base) > 1 else ""
+    head = f"Softmax attention, {BASE_STEPS * BATCH * LENGTH:,} tokens: {statistics.mean(base):.3f}{spread} bits per byte.\n\n"
+    return head + "\n".join(rows + lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True, help="a text")
+    parser.add_argument("--folder", required=True, help="folder for models and runs")
+    options = parser.parse_args()
+    corpus = load_corpus(options.data, LENGTH)
+    figures = []
+    for seed in SEEDS:
+        figures.append(measure(Path(options.folder), corpus, options.data, seed))
+        print(f"seed {seed}: {json.dumps(figures[-1])}", flush=True)
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    main()
