@@ -23,20 +23,18 @@ from rich.console import Console
 from isopos.lab.commands.convert import TUNING, Options, run
 from isopos.lab.data.corpora import Corpus, load_corpus
 from isopos.lab.reports.intervals import Difference
-from isopos.lab.runs.files import write_json
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 LENGTH, BATCH, SCORED = 128, 8, 8192
 RATE, TRANSFER_RATE = 3e-3, 3e-3  # peak learning rates of softmax attention, and of attention transfer
 TUNING_RATE = 6e-3  # of training on the next token, converted or anew: better for both than 3e-3 on seed 9 of a larger model
 SHARE = 5  # the transfer has one step of so many
-BASE_STEPS, STEPS, SEEDS = 600, (30, 120), (0, 1, 2)
+BASE_STEPS, STEPS, SEEDS = 300, (30, 90), (0, 1, 2)
 SCHEMES = {
     "keep, retnet's decay": ("keep:decay=retnet", 0),
     "keep, with a softmax window of 16": ("keep:decay=retnet", 16),
     "permuteformer": ("permuteformer", 0),
 }
-ANEW = "anew"
 
 
 def fresh(seed: int) -> Any:
@@ -108,57 +106,50 @@ def cell(source: Path, name: str, steps: int, seed: int, data: str, arm: str = "
     return json.loads((runs / TUNING / "result.json").read_text())["scores"]["bits/byte"]
 
 
-def measure(folder: Path, corpus: Corpus, data: str, seed: int) -> dict[str, dict[str, float]]:
-    """All figures of a seed: by row, and by the number of tokens."""
-    path = folder / f"seed{seed}" / "figures.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    trained, untrained = original(folder, corpus, seed, BASE_STEPS), original(folder, corpus, seed, 0)
+def measure(folder: Path, corpus: Corpus, data: str, name: str, seed: int) -> dict[str, Any]:
+    """Bits per byte of a scheme and a seed: of softmax attention, and converted and anew, by the number of tokens."""
     from isopos.lab.tasks.conversion import read_model
 
-    found: dict[str, dict[str, float]] = {"softmax": {"0": bits(read_model(trained).eval(), corpus)}}
-    for name, (scheme, window) in SCHEMES.items():
-        row = found[name] = {"0": bits(swapped(trained, scheme, window).eval(), corpus)}
-        anew = found[f"{name}: {ANEW}"] = {}
-        for steps in STEPS:
-            tokens = str(steps * BATCH * LENGTH)
-            row[tokens] = cell(trained, name, steps, seed, data)
-            anew[tokens] = cell(untrained, name, steps, seed, data, ANEW)
-    write_json(path, found)
+    trained, untrained = (original(folder, corpus, seed, steps) for steps in (BASE_STEPS, 0))
+    found = {"softmax": bits(read_model(trained).eval(), corpus), "converted": {}, "anew": {}}
+    found["converted"][0] = bits(swapped(trained, *SCHEMES[name]).eval(), corpus)
+    for steps in STEPS:
+        tokens = steps * BATCH * LENGTH
+        found["converted"][tokens] = cell(trained, name, steps, seed, data)
+        found["anew"][tokens] = cell(untrained, name, steps, seed, data, "anew")
     return found
 
 
-def table(figures: list[dict[str, dict[str, float]]]) -> str:
-    """The figures as a table of Markdown."""
-    base = [one["softmax"]["0"] for one in figures]
-    rows = ["| attention | tokens | converted | training anew | converted - anew | of the loss back |", "|---|---|---|---|---|---|"]
-    for name in SCHEMES:
-        at_once = [one[name]["0"] for one in figures]
-        for tokens in figures[0][name]:
-            own = [one[name][tokens] for one in figures]
-            back = [(a - b) / (a - c) for a, b, c in zip(at_once, own, base, strict=True)]
-            other = [one[f"{name}: {ANEW}"].get(tokens) for one in figures]
-            apart = [a - b for a, b in zip(own, other, strict=True) if b is not None]
-            beside = f"{statistics.mean(b for b in other if b is not None):.3f}" if apart else "-"
-            difference = Difference.paired(apart).text("+.3f") if apart else "-"
-            mean = f"{statistics.mean(own):.3f}"
-            rows.append(f"| {name} | {int(tokens):,} | {mean} | {beside} | {difference} | {Difference.paired(back).text('.0%')} |")
-    spread = f" (standard deviation {statistics.stdev(base):.3f})" if len(base) > 1 else ""
-    head = f"Softmax attention, {BASE_STEPS * BATCH * LENGTH:,} tokens: {statistics.mean(base):.3f}{spread} bits per byte.\n\n"
-    return head + "\n".join(rows)
+def rows(name: str, seeds: list[dict[str, Any]]) -> str:
+    """The figures of a scheme as rows of a table."""
+    lines = []
+    for tokens in seeds[0]["converted"]:
+        own = [one["converted"][tokens] for one in seeds]
+        start = [one["converted"][0] for one in seeds]
+        back = Difference.paired([(a - b) / (a - one["softmax"]) for a, b, one in zip(start, own, seeds, strict=True)])
+        anew = [one["anew"][tokens] for one in seeds] if tokens else []
+        apart = Difference.paired([a - b for a, b in zip(own, anew, strict=True)]).text("+.3f") if anew else "-"
+        mean = f"{statistics.mean(anew):.3f}" if anew else "-"
+        share = back.text(".0%") if tokens else "0%"
+        lines.append(f"| {name} | {tokens:,} | {statistics.mean(own):.3f} | {mean} | {apart} | {share} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
+    """Print the table, a scheme after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="a text")
     parser.add_argument("--folder", required=True, help="folder for models and runs")
     options = parser.parse_args()
     corpus = load_corpus(options.data, LENGTH)
-    figures = []
-    for seed in SEEDS:
-        figures.append(measure(Path(options.folder), corpus, options.data, seed))
-        print(f"seed {seed}: {json.dumps(figures[-1])}", flush=True)
-    print(table(figures))
+    print("| attention | tokens | converted | anew | converted - anew | of the loss back |")
+    print("|---|---|---|---|---|---|")
+    for name in SCHEMES:
+        seeds = [measure(Path(options.folder), corpus, options.data, name, seed) for seed in SEEDS]
+        print(rows(name, seeds), flush=True)
+    base = [one["softmax"] for one in seeds]
+    tokens = BASE_STEPS * BATCH * LENGTH
+    print(f"\nsoftmax attention, {tokens:,} tokens: {statistics.mean(base):.3f}, deviation {statistics.stdev(base):.3f}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from families import FAMILIES, HEAD_DIM, HEADS, KEY_HEADS
 
 import isopos
 from isopos.attention import naive_linear_attention
-from isopos.integrations.transformers import (
-    converted, distances, linear_scheme, load, patch, rotary_scheme, transferred, unpatch,
-)  # fmt: skip
+from isopos.integrations.transformers.conversion import converted, distances, linear_scheme, transferred
+from isopos.integrations.transformers.native import rotary_scheme
+from isopos.integrations.transformers.patching import load, patch, unpatch  # without transformers as yet
 from isopos.lab.reports import progress
 
 pytestmark = pytest.mark.oracles
@@ -26,6 +26,11 @@ SCHEMES = {  # with a window, or none
     "horn-clipped": ({}, None),
     "selective": ({}, 4),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hf():
+    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
 
 
 def tokens(batch=2, length=LENGTH):
@@ -219,7 +224,9 @@ def test_only_linear_attention_is_a_target():
 
 # The command
 
-LINE = "--tokenizer bytes --data text.txt --length 16 --batch 2 --transfer-steps 4 --steps 4 --window 4 --validation-tokens 64"
+LINE = (
+    "--tokenizer bytes --data text.txt --length 16 --batch 2 --transfer-steps 4 --steps 4 --window 4 --validation-tokens 64"
+)
 LINE += " --save-every 1"
 
 
@@ -255,7 +262,7 @@ def test_a_conversion_is_loaded_and_generates(isopos, folder):
 
 def test_an_interrupted_conversion_goes_on_to_the_same_weights(isopos, folder, monkeypatch):
     assert convert(isopos, "whole")[0] == 0
-    add, stops = progress.Bars.add, {"transfer": [2], "tuning": [3]}
+    add, stops = progress.Bars.add, {"transfer": [2], "tuning": [2]}  # noticed a step later
 
     def interrupting(bars, name, *rest):
         show = add(bars, name, *rest)
@@ -271,11 +278,9 @@ def test_an_interrupted_conversion_goes_on_to_the_same_weights(isopos, folder, m
     monkeypatch.setattr(progress.Bars, "add", interrupting)
     code, _, err = convert(isopos, "new")
     assert code == 130
-    assert "--resume goes on from step 2" in err
+    assert "--resume goes on from step 3" in err
     assert not (folder / "new").exists()
     assert convert(isopos, "new")[0] == 2  # without --resume
-    code, _, err = convert(isopos, "new", "--resume", "--steps", "5")
-    assert (code, "steps was 4, is 5" in err) == (2, False)  # the run of tuning has not begun
     code, _, err = convert(isopos, "new", "--resume", "--transfer-rate", "0.5")
     assert code == 2
     assert "learning_rate was 0.001, is 0.5" in err

@@ -30,8 +30,8 @@ def linear_scheme(model: Any, name: str = KEEP, options: Mapping[str, object] | 
 
     Args:
         model: A model of transformers, which is not patched.
-        name: A name of `REGISTRY`, or "keep" for the model's own positions: those of its rotary module, with its extension, or
-            its table of learned vectors, which the scheme then holds.
+        name: A name of `REGISTRY`, or "keep" for the model's own positions: those of its rotary module, with its
+            extension, or its table of learned vectors, which the scheme then holds.
         options: Values of options, or their texts: a decay, a feature map, a denominator, and those of the named scheme.
 
     Raises:

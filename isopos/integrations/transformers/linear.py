@@ -100,7 +100,9 @@ class LinearLayer:
         layers, known = self.cache.layers, state_class()
         if self.cache.layer_class_to_replicate is DynamicLayer:
             layers.extend(known() for _ in range(len(layers), self.index + 1))
-        empty = self.index < len(layers) and type(layers[self.index]) is DynamicLayer and not layers[self.index].is_initialized
+        empty = (
+            self.index < len(layers) and type(layers[self.index]) is DynamicLayer and not layers[self.index].is_initialized
+        )
         if empty:
             layers[self.index] = known()
         if self.index >= len(layers) or not isinstance(layers[self.index], known):

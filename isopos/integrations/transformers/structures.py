@@ -148,9 +148,7 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
     return [Change(owner, name, Unrotated(module, tables)), *hooks]
 
 
-def _through_attention(
-    owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None
-) -> Changes:
+def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None) -> Changes:
     """Changes that give a scheme to our attention in all layers, among the model's own arguments."""
     layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
     names = [None if rotary and not reading.rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]

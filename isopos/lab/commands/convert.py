@@ -53,7 +53,9 @@ def run(options: Options, console: Console) -> int:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name != "transformers":
             raise
-        raise ValueError('folder: expected transformers to read it, which is not installed: pip install "isopos[hf]"') from None
+        raise ValueError(
+            'folder: expected transformers to read it, which is not installed: pip install "isopos[hf]"'
+        ) from None
 
 
 def _run(options: Options, console: Console) -> int:

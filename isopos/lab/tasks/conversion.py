@@ -63,7 +63,9 @@ class Conversion(Task):
         require("validation_tokens", self.validation_tokens, f"0, or at least the {self.length} of a window", not few)
         model = self.model(recipe)
         longest = model.scheme.max_length
-        require("length", self.length, f"at most the {longest} positions of the scheme", self.length <= (longest or math.inf))
+        require(
+            "length", self.length, f"at most the {longest} positions of the scheme", self.length <= (longest or math.inf)
+        )
         with evaluation(model):
             model.student(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
         return []
