@@ -42,7 +42,8 @@ def fresh(seed: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None))
+    sizes: dict[str, Any] = SIZES
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None))
 
 
 def original(folder: Path, corpus: Corpus, seed: int, steps: int) -> Path:
@@ -144,6 +145,7 @@ def main() -> None:
     corpus = load_corpus(options.data, LENGTH)
     print("| attention | tokens | converted | anew | converted - anew | of the loss back |")
     print("|---|---|---|---|---|---|")
+    seeds: list[dict[str, Any]] = []
     for name in SCHEMES:
         seeds = [measure(Path(options.folder), corpus, options.data, name, seed) for seed in SEEDS]
         print(rows(name, seeds), flush=True)

@@ -55,7 +55,8 @@ def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name:
     evaluated = kwargs[EVALUATED][name]
     if evaluated.scheme.attention == "linear":
         stream = LinearLayer(evaluated, layer.layer_idx, None if cache is None else kwargs.get(cache))
-        return args, {**kwargs, EVALUATED: stream, **({} if stream.cache is None else {cache: stream})}
+        given: dict[str, Any] = {**kwargs, EVALUATED: stream}
+        return args, given if cache is None or stream.cache is None else given | {cache: stream}
     kwargs = {**kwargs, EVALUATED: evaluated}
     if cache is not None and kwargs.get(cache) is not None and evaluated.digits is not None:
         kwargs[cache] = Written(kwargs[cache], evaluated.digits)

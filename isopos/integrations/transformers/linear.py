@@ -16,8 +16,8 @@ from isopos.integrations.transformers.states import state_class
 __all__ = ["LinearLayer", "Window"]
 
 MASK = (
-    "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of linear "
-    "attention hold all keys before"
+    "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
+    "linear attention hold all keys before"
 )
 
 
@@ -97,21 +97,18 @@ class LinearLayer:
             return None
         from transformers.cache_utils import DynamicLayer  # pyright: ignore[reportMissingImports]
 
-        layers, known = self.cache.layers, state_class()
+        layers, known, index = self.cache.layers, state_class(), self.index
         if self.cache.layer_class_to_replicate is DynamicLayer:
-            layers.extend(known() for _ in range(len(layers), self.index + 1))
-        empty = (
-            self.index < len(layers) and type(layers[self.index]) is DynamicLayer and not layers[self.index].is_initialized
-        )
-        if empty:
-            layers[self.index] = known()
-        if self.index >= len(layers) or not isinstance(layers[self.index], known):
-            got = type(layers[self.index]).__name__ if self.index < len(layers) else "fewer layers"
+            layers.extend(known() for _ in range(len(layers), index + 1))
+        if index < len(layers) and type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
+            layers[index] = known()
+        if index >= len(layers) or not isinstance(layers[index], known):
+            got = type(layers[index]).__name__ if index < len(layers) else "fewer layers"
             raise ValueError(
                 "past_key_values: expected a DynamicCache without tokens, or what this model returned, for the states of "
                 f"linear attention, got {got}"
             )
-        return layers[self.index]
+        return layers[index]
 
 
 def _mask_of_keys(mask: Tensor, t: int) -> Tensor:

@@ -57,9 +57,9 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, 
         ImportError: For transformers before version 5.
         TypeError: For what is no model of transformers, or no scheme.
         ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it
-            cannot take: one of positions that the model does not have, that lifts (for softmax) or widens heads, that adds to
-            embeddings where the model adds none, that the model's attention cannot compute, or that has another fingerprint
-            or window than the configuration says. The model is as it was.
+            cannot take: one of positions that the model does not have, that widens heads, or lifts them for softmax, that
+            adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
+            fingerprint or window than the configuration says. The model is as it was.
 
     Examples:
         >>> import isopos

@@ -25,8 +25,15 @@ from isopos.decays import Decay
 from isopos.encodings import Encoding, Identity
 from isopos.integrations.transformers import reading
 from isopos.integrations.transformers.arguments import (
-    OWN, WINDOW, of_decay, of_features, of_layer, of_patches, of_tokens, of_words,
-)  # fmt: skip
+    OWN,
+    WINDOW,
+    of_decay,
+    of_features,
+    of_layer,
+    of_patches,
+    of_tokens,
+    of_words,
+)
 from isopos.integrations.transformers.attention import ATTENTION
 from isopos.integrations.transformers.embeddings import Absolute, Sinusoids
 from isopos.integrations.transformers.linear import Window
@@ -259,8 +266,8 @@ def _check_causal(layer: Any, config: Any) -> None:
     if kind != "full_attention" or not getattr(layer, "is_causal", False):
         got = f"{kind.replace('_', ' ')} in layer {index}" if kind != "full_attention" else "attention in both directions"
         raise ValueError(
-            "scheme: expected attention='softmax', since sums of linear attention are of all keys up to the query's, and the "
-            f"model has {got}, got linear"
+            "scheme: expected attention='softmax', since sums of linear attention are of all keys up to the query's, and "
+            f"the model has {got}, got linear"
         )
 
 

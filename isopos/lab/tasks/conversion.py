@@ -176,7 +176,7 @@ class Pretrained(Tokenizer):
         files = sorted(path for path in folder.glob("*") if "token" in path.name or path.name.startswith("vocab"))
         if not files:
             raise ValueError(
-                f"tokenizer: expected one in {folder}, got none; put it there, or give --tokenizer bytes for a model of bytes"
+                f"tokenizer: expected one in {folder}, got none; put it there, or give --tokenizer bytes if it is of bytes"
             )
         self.folder = folder
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
