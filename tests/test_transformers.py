@@ -987,7 +987,6 @@ def test_learned_values_that_are_gone_are_missed(hf, tmp_path):
 
 SOFTMAX = {"attention": "softmax"}
 REFUSED = {
-    "attention='softmax', .* got linear": lambda: isopos.rope(HEAD_DIM),
     "line or ring, .* got Tree": lambda: isopos.ape_tree(HEAD_DIM, HEADS, **SOFTMAX),
     "line or ring, .* got Product": lambda: isopos.ape_grid(HEAD_DIM, HEADS, **SOFTMAX),
     "keeps the model's head size of 16, got a lift to 32": lambda: isopos.lrpe_unitary(HEAD_DIM, HEADS, **SOFTMAX),

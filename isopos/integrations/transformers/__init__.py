@@ -2,7 +2,8 @@
 
 `patch`, `unpatch`, `patched` and `load` put a scheme into a model of theirs, and `rotary_scheme` is the one that it has.
 `IsoposForCausalLM` is a model of ours, which their Auto classes know, and `from_decoder` makes it of a trained
-`isopos.Decoder`. `convert_layout` and `absorb` are the functions of `isopos.nn` for a whole checkpoint. The first use of a
+`isopos.Decoder`. `converted`, `distances` and `transferred` are for the way from softmax to linear attention, by schemes of
+`linear_scheme`. `convert_layout` and `absorb` are the functions of `isopos.nn` for a whole checkpoint. The first use of a
 name imports transformers, which takes seconds, and makes our attention and our model known to it.
 """
 
@@ -10,15 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from isopos.integrations.transformers.conversion import converted, distances, linear_scheme, transferred
     from isopos.integrations.transformers.layouts import absorb, convert_layout
     from isopos.integrations.transformers.model import IsoposConfig, IsoposForCausalLM, StateLayer, from_decoder
     from isopos.integrations.transformers.native import rotary_scheme
     from isopos.integrations.transformers.patching import load, patch, patched, unpatch
 
-_PARTS = ("patching", "native", "layouts", "model")
+_PARTS = ("patching", "native", "layouts", "conversion", "model")
 
 __all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "absorb", "convert_layout", "from_decoder", "load", "patch"]
-__all__ += ["patched", "rotary_scheme", "unpatch"]
+__all__ += ["converted", "distances", "linear_scheme", "patched", "rotary_scheme", "transferred", "unpatch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from isopos.integrations.transformers.attention import ATTENTION, EVALUATED
 from isopos.integrations.transformers.evaluated import Evaluated, Written, digits_of
+from isopos.integrations.transformers.linear import LinearLayer
 from isopos.positions import grid, sequence
 
-__all__ = ["OWN", "of_decay", "of_features", "of_layer", "of_patches", "of_tokens", "of_words"]
+__all__ = ["OWN", "WINDOW", "of_decay", "of_features", "of_layer", "of_patches", "of_tokens", "of_words"]
 
 OWN = "isopos"
 """The attribute of a hooked module that has its schemes, in a tuple where another module has them as submodules."""
+WINDOW = "isopos_window"
+"""The attribute of a stack of layers of linear attention that is their `Window`."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -37,7 +40,8 @@ def of_tokens(
     like = owner.get_input_embeddings().weight
     digits = digits_of(x, like.dtype)
     own = getattr(owner, OWN)[0].items()
-    made = {name: Evaluated(scheme, x, like, None if name is None else digits) for name, scheme in own}
+    window = getattr(owner, WINDOW, None)
+    made = {name: Evaluated(scheme, x, like, None if name is None else digits, window) for name, scheme in own}
     return args, {**kwargs, EVALUATED: made}
 
 
@@ -49,6 +53,10 @@ def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name:
             "it for all layers"
         )
     evaluated = kwargs[EVALUATED][name]
+    if evaluated.scheme.attention == "linear":
+        stream = LinearLayer(evaluated, layer.layer_idx, None if cache is None else kwargs.get(cache))
+        given: dict[str, Any] = {**kwargs, EVALUATED: stream}
+        return args, given if cache is None or stream.cache is None else given | {cache: stream}
     kwargs = {**kwargs, EVALUATED: evaluated}
     if cache is not None and kwargs.get(cache) is not None and evaluated.digits is not None:
         kwargs[cache] = Written(kwargs[cache], evaluated.digits)

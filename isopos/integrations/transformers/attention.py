@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from isopos.attention import softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
+from isopos.integrations.transformers.linear import LinearLayer
 
 __all__ = ["ATTENTION", "EVALUATED", "NOT_SERVED", "check_version", "register"]
 
@@ -56,12 +57,13 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    evaluated: Evaluated | None = None,
+    evaluated: Evaluated | LinearLayer | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention of queries ``[b h t d]`` and keys ``[b h s d]`` by a scheme at the positions of both.
+    """Attention of queries ``[b h t d]`` and keys ``[b h s d]`` by a scheme at the positions of both.
 
-    Keys of a cache come with the digits of their positions behind them.
+    Keys of a cache come with the digits of their positions behind them. Linear attention is given the new keys only, and has
+    its states in the cache.
 
     Returns:
         ``[b t h d]``, and None where other attentions may have weights.
@@ -84,6 +86,9 @@ def attend(
     for name in NOT_SERVED:
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+    if isinstance(evaluated, LinearLayer):
+        out = evaluated(query, key, value, attention_mask, scaling, dropout)
+        return out.transpose(1, 2).contiguous(), None
     key, at = evaluated(query, key, attention_mask)
     scheme = evaluated.scheme
     own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}

@@ -71,10 +71,11 @@ class Evaluated:
         x: Positions of queries ``[b t c]``, or of the queries of every sample ``[1 t c]``.
         like: A tensor of the dtype and on the device that queries are expected to have.
         digits: What a cache keeps behind keys ``[b t n]``; None where there is no cache.
+        window: The `Window` of softmax attention beside a scheme of linear attention, or None.
     """
 
-    def __init__(self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None):
-        self.scheme, self.x, self.digits = scheme, x, digits
+    def __init__(self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None, window: Any = None):
+        self.scheme, self.x, self.digits, self.window = scheme, x, digits, window
         self.kept: list[_Kept] = []
         self.learns, self.again = self._learns(), False
         if torch.is_grad_enabled():
@@ -95,6 +96,10 @@ class Evaluated:
             return key[..., :features], self._at(_kind(query), mask, written)
         _expect_same(written, self.digits.to(written))
         return key[..., :features], self._at(_kind(query))
+
+    def at_queries(self, query: Tensor) -> Arguments:
+        """Arguments for keys that are where queries are."""
+        return self._at(_kind(query))
 
     def _at(
         self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None

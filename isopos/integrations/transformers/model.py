@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from isopos.integrations.transformers import attention
 from isopos.integrations.transformers.saving import described, made
+from isopos.integrations.transformers.states import state_class
 from isopos.models import TOKEN_STD, Decoder, PerLayer
 from isopos.models.blocks import ACTIVATIONS
 from isopos.models.decoder import AdaptiveHead
 from isopos.schemes import Scheme
-from isopos.state import State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
     IsoposConfig: Any
     IsoposForCausalLM: Any
     StateLayer: Any
 else:
-    PreTrainedModel = CacheLayerMixin = object  # until the classes are made
+    PreTrainedModel = object  # until the classes are made
 
 __all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "from_decoder"]
 
@@ -81,63 +80,6 @@ def from_decoder(decoder: Decoder) -> Any:
     model = _classes()["IsoposForCausalLM"](config)
     model.decoder.load_state_dict(decoder.state_dict())
     return model.train(decoder.training)
-
-
-class _StateLayer(CacheLayerMixin):
-    """The cache of one layer: an `isopos.State`, and how many tokens it has seen.
-
-    Sums of linear attention cannot forget single tokens, so nothing can be cropped.
-    """
-
-    is_sliding = False
-
-    def __init__(self):
-        super().__init__()
-        self.reset()
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
-        """Take the state after so many more tokens: ``layer.update(state, count)``."""
-        if not isinstance(key_states, State):
-            raise TypeError(f"state: expected a State, got {type(key_states).__name__}; the model's own layers make it")
-        self.state, self.length, self.is_initialized = key_states, self.length + value_states, True
-        return self.state, self.length
-
-    def reset(self) -> None:
-        """A stream without tokens."""
-        self.state, self.length, self.is_initialized = State(), 0, False
-
-    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        pass
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state = self.state.reorder(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these samples, by number."""
-        self.state = self.state.reorder(torch.as_tensor(indices))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sample so many times."""
-        first = self.state["keys"] if self.state["sum0"] is None else self.state["sum0"]
-        if first is not None:
-            self.state = self.state.reorder(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """A ValueError but for no tokens."""
-        if tokens_to_remove:
-            raise ValueError(
-                f"crop: expected no tokens to forget, since a state holds sums of all, got {tokens_to_remove}; keep the "
-                "cache of before, or start with an empty one"
-            )
 
 
 class _CausalLM(PreTrainedModel):
@@ -251,7 +193,7 @@ class _CausalLM(PreTrainedModel):
         """A cache without tokens."""
         from transformers import Cache
 
-        return Cache(layers=[_classes()["StateLayer"]() for _ in self.decoder.blocks])
+        return Cache(layers=[state_class()() for _ in self.decoder.blocks])
 
     def _features(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: Any) -> Tensor:
         """What the head is given, ``[b t m]``; the cache is moved on."""
@@ -273,7 +215,7 @@ class _CausalLM(PreTrainedModel):
         if cache is None:
             decoder.recompute = self.gradient_checkpointing and self.training
             return decoder.features(ids, given, causal=True, mask=mask)
-        if not all(isinstance(layer, _StateLayer) for layer in cache.layers):
+        if not all(isinstance(layer, state_class()) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
         y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])
         for block, own, layer in zip(decoder.blocks, at, cache.layers, strict=True):
@@ -322,7 +264,6 @@ def _classes() -> dict[str, Any]:
     """The classes, of which transformers knows from then on."""
     attention.check_version()
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
     class IsoposConfig(_Coded, PreTrainedConfig):
         """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
@@ -356,16 +297,13 @@ def _classes() -> dict[str, Any]:
         eos_token_id: int | None = None
         pad_token_id: int | None = None
 
-    class StateLayer(_StateLayer, CacheLayerMixin):
-        __doc__ = _StateLayer.__doc__
-
     class IsoposForCausalLM(_CausalLM, PreTrainedModel, GenerationMixin):
         __doc__ = _CausalLM.__doc__
         config_class = IsoposConfig
 
-    found = {cls.__name__: cls for cls in (IsoposConfig, StateLayer, IsoposForCausalLM)}
+    found: dict[str, Any] = {cls.__name__: cls for cls in (IsoposConfig, IsoposForCausalLM)}
     for name, cls in found.items():
         cls.__module__, cls.__qualname__ = __name__, name  # where pickle finds it
     AutoConfig.register("isopos", IsoposConfig)
     AutoModelForCausalLM.register(IsoposConfig, IsoposForCausalLM)
-    return found
+    return found | {"StateLayer": state_class()}

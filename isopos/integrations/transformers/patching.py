@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound="PreTrainedModel")
 CHANGES = "_isopos_changes"  # the attribute of a patched model, without its head, that knows what was there before
 
 
-def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> Model:
+def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, window: int | None = None) -> Model:
     """Give a model of transformers the scheme in place of the positions it has, and return the model, changed in place.
 
     A scheme that rotates pairs of features, all heads alike, gives cosines and sines to the model's own code: keys are
@@ -35,6 +35,10 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> 
     grid from (1, 1) on, for any size of image, or row by row on a line, and its class token is at the origin. RoFormer and
     Falcon, whose code has no other attention, and attention over patches take what rotates pairs. Falcon takes a decay, too.
 
+    A scheme of linear attention goes into a causal decoder, rotary or with learned vectors, whose layers see all keys before
+    a query. Its cache is of constant size: a state per layer (`StateLayer`), in a DynamicCache. Weights that were trained
+    with softmax attention need training then: `isopos convert`. It forms no weights that the model's dropout could drop.
+
     The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
     its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
     ``save_pretrained`` keeps all that, `load` and ``patch(AutoModel....from_pretrained(folder))`` read it. Without isopos,
@@ -43,17 +47,19 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> 
     Args:
         model: A model with a rotary module or a table of positions, with any head. A model of text and images has its text
             patched; its part for images can be patched by itself.
-        scheme: For softmax attention and the model's head size, and for one head, its heads of keys, or those of queries.
+        scheme: For the model's head size, and for one head, its heads of keys, or those of queries.
             A mapping gives one scheme for each type of layers that has frequencies of its own. None is the scheme of the
             configuration of a model that was loaded, whose learned values are loaded, too.
+        window: Beside linear attention, softmax attention to so many nearest keys, in a learned share per layer and head of
+            queries, one half at first (`isopos.integrations.transformers.linear.Window`). Its keys are in the cache, too.
 
     Raises:
         ImportError: For transformers before version 5.
         TypeError: For what is no model of transformers, or no scheme.
         ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it
-            cannot take: one of linear attention, of positions that the model does not have, that lifts or widens heads,
-            that adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
-            fingerprint than the configuration says. The model is as it was.
+            cannot take: one of positions that the model does not have, that widens heads, or lifts them for softmax, that
+            adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
+            fingerprint or window than the configuration says. The model is as it was.
 
     Examples:
         >>> import isopos
@@ -63,7 +69,7 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> 
     """
     _check_model(model)
     entry = getattr(model.config, saving.ENTRY, None)
-    changes, before = _changes(model, scheme, entry), {*model.state_dict()}
+    changes, before = _changes(model, scheme, entry, window), {*model.state_dict()}
     done: list[Change | Hook] = []
     try:
         for change in changes:
@@ -109,9 +115,11 @@ def unpatch(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None) -> Iterator[Model]:
+def patched(
+    model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, window: int | None = None
+) -> Iterator[Model]:
     """``with patched(model, scheme):`` patches the model, and unpatches it however the block ends."""
-    patch(model, scheme)
+    patch(model, scheme, window=window)
     try:
         yield model
     finally:
@@ -123,7 +131,7 @@ def _undo(done: list[Change | Hook]) -> None:
         done.pop().made()
 
 
-def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
+def _changes(model: Any, scheme: Any, entry: Any, window: int | None) -> list[Change | Hook]:
     """What is to be changed, after all checks."""
     if scheme is None:
         scheme = saving.rebuilt(entry)
@@ -132,19 +140,22 @@ def _changes(model: Any, scheme: Any, entry: Any) -> list[Change | Hook]:
             raise TypeError(f"scheme: expected an isopos.Scheme, got {type(one).__name__}; isopos.rope(...) is one")
     if entry is not None:
         saving.expect_same(scheme, entry)
+        if window not in (None, entry.get("window")):
+            raise ValueError(f"window: expected that of the checkpoint, {entry.get('window')}, got {window}")
+        window = entry.get("window")
     having = [(module, vars(module)["config"]) for module in model.modules() if "config" in vars(module)]
     memo: dict[int, Any] = {}  # what configurations share, their copies share
     configs = {id(config): copy.deepcopy(config, memo) for _, config in having}
     for config in configs.values():
         if getattr(config, "_attn_implementation", None) == attention.ATTENTION:  # as it was saved
             config._attn_implementation = model.get_correct_attn_implementation(None)
-    changes = structures.changes(model, scheme, configs)
-    saving.tell(configs[id(model.config)], scheme)
+    changes = structures.changes(model, scheme, configs, window)
+    saving.tell(configs[id(model.config)], scheme, window)
     for change in changes:
         if isinstance(change, Change) and isinstance(change.value, nn.Module):
             change.value.train(model.training).to(model.device)
     own = [Change(module, "config", configs[id(config)]) for module, config in having]
-    return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme))]
+    return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme, window))]
 
 
 def _check_model(model: Any) -> None:

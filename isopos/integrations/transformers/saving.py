@@ -16,19 +16,21 @@ from isopos.schemes.registry import resolve
 __all__ = ["ENTRY", "VALUES", "class_named", "described", "expect_same", "load_values", "made", "rebuilt", "save", "tell"]
 
 ENTRY = "isopos"  # of a configuration
-VALUES = r"(^|\.)(scheme|isopos)\."
+VALUES = r"(^|\.)(scheme|isopos|isopos_window)\."
 """Names of what a scheme has learned in the state of a patched model."""
 
 
 Schemes = Scheme | Mapping[str, Scheme]
 
 
-def described(scheme: Any) -> dict[str, Any]:
+def described(scheme: Any, window: int | None = None) -> dict[str, Any]:
     """A scheme as a configuration has it, or such an entry for each type of layers.
 
-    An entry has the name, options (a seed among them), extension and fingerprint. The name is None where no function of
-    `REGISTRY` makes the scheme.
+    An entry has the name, options (a seed among them), extension and fingerprint, and a window where there is one. The name
+    is None where no function of `REGISTRY` makes the scheme.
     """
+    if window is not None:
+        return described(scheme) | {"window": window}
     if isinstance(scheme, Mapping):
         return {name: described(one) for name, one in scheme.items()}
     rule = scheme.extension
@@ -79,9 +81,9 @@ def class_named(name: str, config: Any) -> Any:
     return getattr(transformers, name, None) or getattr(home, name)
 
 
-def save(model: Any, scheme: Schemes, *arguments: Any, **options: Any) -> Any:
+def save(model: Any, scheme: Schemes, window: int | None, *arguments: Any, **options: Any) -> Any:
     """The ``save_pretrained`` of a patched model: of its scheme as it is now, which may have been extended meanwhile."""
-    setattr(model.config, ENTRY, described(scheme))
+    setattr(model.config, ENTRY, described(scheme, window))
     return type(model).save_pretrained(model, *arguments, **options)
 
 
@@ -103,13 +105,13 @@ def expect_same(scheme: Schemes, entry: Any) -> None:
         )
 
 
-def tell(config: Any, scheme: Schemes) -> None:
+def tell(config: Any, scheme: Schemes, window: int | None = None) -> None:
     """Write a scheme into a configuration.
 
     Saved ones also ask for our attention: transformers refuses a name that it does not know, so that nobody without isopos
     runs the model with other positions unaware, unless they ask for another attention.
     """
-    setattr(config, ENTRY, described(scheme))
+    setattr(config, ENTRY, described(scheme, window))
     config.attn_implementation = ATTENTION
 
 

@@ -24,12 +24,22 @@ from torch import nn
 from isopos.decays import Decay
 from isopos.encodings import Encoding, Identity
 from isopos.integrations.transformers import reading
-from isopos.integrations.transformers.arguments import OWN, of_decay, of_features, of_layer, of_patches, of_tokens, of_words
+from isopos.integrations.transformers.arguments import (
+    OWN,
+    WINDOW,
+    of_decay,
+    of_features,
+    of_layer,
+    of_patches,
+    of_tokens,
+    of_words,
+)
 from isopos.integrations.transformers.attention import ATTENTION
 from isopos.integrations.transformers.embeddings import Absolute, Sinusoids
+from isopos.integrations.transformers.linear import Window
 from isopos.integrations.transformers.reading import head_dim, heads_of
 from isopos.integrations.transformers.rotary import Angles, Unrotated, is_rotation, measured
-from isopos.scheme import Scheme
+from isopos.scheme import Linear, Scheme
 
 __all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each"]
 
@@ -76,13 +86,14 @@ def each(scheme: Any) -> dict[str, Scheme]:
     return dict(scheme) if isinstance(scheme, Mapping) else {"": scheme}
 
 
-def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
+def changes(model: Any, scheme: Any, configs: Mapping[int, Any], window: int | None = None) -> Changes:
     """What a scheme changes in a model.
 
     Args:
         model: A model of transformers.
         scheme: A scheme, or a mapping from types of layers.
         configs: Copies of its configurations, by the identity of the original. The model will have the copies.
+        window: Keys that softmax attention sees beside linear attention, or None.
 
     Raises:
         ValueError: With the reason, for a model or a scheme that cannot be served. Nothing is changed.
@@ -90,10 +101,12 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
     part = reading.text_part(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError("model: expected one stack of layers, got an encoder and a decoder, whose keys are of two kinds")
+    if window is not None:
+        _check_window(window, scheme)
     rotary = reading.rotary_module(model)
     if rotary is not None:
         owner, name, old = rotary
-        return _rotary(owner, name, old, configs[id(owner.config)], scheme)
+        return _rotary(owner, name, old, configs[id(owner.config)], scheme, window)
     config = configs[id(part.config)]
     if not isinstance(scheme, Scheme):
         raise ValueError(
@@ -111,24 +124,26 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any]) -> Changes:
     owner, name, table = found
     if isinstance(table, nn.Parameter):
         return _patches(part, config, scheme)
-    return _encoder(part, config, scheme) if owner is not part else _added(owner, name, table, config, scheme)
+    return _encoder(part, config, scheme) if owner is not part else _added(owner, name, table, config, scheme, window)
 
 
-def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any) -> Changes:
+def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: int | None) -> Changes:
     """Changes of a model that rotates queries and keys by the cosines and sines of one module."""
     tables, schemes = measured(old), each(scheme)
     if isinstance(scheme, Mapping) and {*scheme} != {*tables.layer_types}:
         known = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
         raise ValueError(f"scheme: expected {known}, got {', '.join(scheme)}")
     for one in schemes.values():
-        _check(one, head_dim(config), heads_of(config), columns=(tables.columns,), real=tables.patch is not None)
+        sizes = head_dim(config), heads_of(config)
+        _check(one, *sizes, columns=(tables.columns,), real=tables.patch is not None, linear=tables.columns != 2)
         _refuse_embedding(one)
     module = nn.ModuleDict(schemes) if isinstance(scheme, Mapping) else scheme
     fixed = [Change(owner, "use_alibi", False)] if getattr(owner, "use_alibi", False) else []
-    if all(tables.take(one) for one in schemes.values()):
+    linear = any(one.attention == "linear" for one in schemes.values())
+    if not linear and all(tables.take(one) for one in schemes.values()):
         return [Change(owner, name, Angles(module, tables)), *fixed]
     layers = reading.biased_layers(owner)
-    if layers and all(_is_decayed(one, heads_of(config)[0]) for one in schemes.values()):
+    if not linear and layers and all(_is_decayed(one, heads_of(config)[0]) for one in schemes.values()):
         own = [change for a in layers for change in (Change(a, OWN, (module,)), Hook(a, of_decay))]
         return [Change(owner, name, Angles(module, tables)), *fixed, *own]
     if tables.columns == 2:
@@ -136,36 +151,50 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any) -> Change
             "scheme: expected one that rotates pairs of features, all heads alike, since the model's attention over patches "
             "gets no mask that ours could have, got another"
         )
-    hooks = _through_attention(owner, config, scheme, tables.columns, rotary=True)
+    hooks = _through_attention(owner, config, scheme, tables.columns, rotary=True, window=window)
     return [Change(owner, name, Unrotated(module, tables)), *hooks]
 
 
-def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool) -> Changes:
+def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None) -> Changes:
     """Changes that give a scheme to our attention in all layers, among the model's own arguments."""
     layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
     names = [None if rotary and not reading.rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]
     some: dict[str | None, Scheme] = {**each(scheme)}
     if None in names:  # layers without positions stay so
-        first = next(iter(some.values()))
-        some[None] = Scheme(Identity(first.encoding.features, first.group), 1, attention="softmax")
+        some[None] = _without_positions(next(iter(some.values())))
+    for layer, name in zip(layers, names, strict=True):
+        if some[name].attention == "linear":
+            _check_causal(layer, config)
     own = partial(of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
     hooks = [
         Hook(layer, partial(of_layer, name=name, cache=reading.cache_name(layer)))
         for layer, name in zip(layers, names, strict=True)
     ]
-    return [Change(owner, OWN, (some,)), Hook(owner, own), *hooks, Change(config, "_attn_implementation", ATTENTION)]
+    beside = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), heads_of(config)[0]))]
+    own_code = Change(config, "_attn_implementation", ATTENTION)
+    return [Change(owner, OWN, (some,)), *beside, Hook(owner, own), *hooks, own_code]
 
 
-def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme) -> Changes:
+def _without_positions(scheme: Scheme) -> Scheme:
+    """The scheme of layers that have no positions in a model whose other layers have this one."""
+    encoding = Identity(scheme.encoding.features, scheme.group)
+    if scheme.attention == "softmax":
+        return Scheme(encoding, 1, attention="softmax")
+    denominator, feature_map = scheme.choices["denominator"], scheme.choices["feature_map"]
+    kind = Linear(feature_map=feature_map, denominator="plain" if denominator == "complex" else denominator)
+    return Scheme(encoding, 1, attention=kind)
+
+
+def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme, window: int | None) -> Changes:
     """Changes of GPT-2 and its like: the scheme's vectors, or zeros, replace the model's vectors of positions."""
     if getattr(config, "add_cross_attention", False):
         raise ValueError("model: expected a decoder by itself, got one with cross-attention (add_cross_attention)")
-    _check(scheme, head_dim(config), heads_of(config))
+    _check(scheme, head_dim(config), heads_of(config), linear=True)
     _check_embedding(scheme, table.embedding_dim)
     replaced = Change(owner, name, Absolute(scheme, table.weight))
     if _is_nothing(scheme):
         return [replaced]
-    return [replaced, *_through_attention(owner, config, scheme, 1, rotary=False)]
+    return [replaced, *_through_attention(owner, config, scheme, 1, rotary=False, window=window)]
 
 
 def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
@@ -210,13 +239,36 @@ def _patches(part: Any, config: Any, scheme: Scheme) -> Changes:
 
 
 def _is_nothing(scheme: Scheme) -> bool:
-    """Whether attention sees no positions."""
-    return is_rotation(scheme) and scheme.encoding.is_trivial
+    """Whether softmax attention sees no positions."""
+    return scheme.attention == "softmax" and is_rotation(scheme) and scheme.encoding.is_trivial
 
 
 def _is_decayed(scheme: Scheme, heads: int) -> bool:
     """Whether a scheme is rotations and a constant decay per head of queries."""
     return is_rotation(scheme, with_decay=True) and isinstance(scheme.decay, Decay) and scheme.heads == heads
+
+
+def _check_window(window: int, scheme: Any) -> None:
+    """ValueError for a window that a scheme cannot have beside it."""
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window: expected a number of keys from 1 on, got {window!r}")
+    if not isinstance(scheme, Scheme) or scheme.attention != "linear" or scheme.inside:
+        raise ValueError(
+            f"window: expected none but beside one scheme of linear attention that maps features, got {window}; softmax "
+            "attention sees all keys"
+        )
+
+
+def _check_causal(layer: Any, config: Any) -> None:
+    """ValueError for a layer whose queries do not see all keys before them and no later ones."""
+    kinds, index = getattr(config, "layer_types", None), layer.layer_idx
+    kind = kinds[index] if kinds else "sliding" if getattr(config, "sliding_window", None) else "full_attention"
+    if kind != "full_attention" or not getattr(layer, "is_causal", False):
+        got = f"{kind.replace('_', ' ')} in layer {index}" if kind != "full_attention" else "attention in both directions"
+        raise ValueError(
+            "scheme: expected attention='softmax', since sums of linear attention are of all keys up to the query's, and "
+            f"the model has {got}, got linear"
+        )
 
 
 def _refuse_embedding(scheme: Scheme) -> None:
@@ -240,12 +292,14 @@ def _check(
     class_tokens: int = 0,
     columns: Sequence[int] = (1,),
     real: bool = False,
+    linear: bool = False,
 ) -> None:
     """ValueError for a scheme that a model with these heads of queries and of keys cannot take."""
     encoding, group = scheme.encoding, scheme.group
-    if scheme.attention != "softmax":
+    linear = linear and scheme.attention == "linear"
+    if scheme.attention != "softmax" and not linear:
         raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
-    if scheme.phases:
+    if scheme.phases and not linear:
         raise ValueError(
             "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "
             "model's cache of keys has no place"
@@ -262,7 +316,7 @@ def _check(
             f"scheme: expected one for the model's head size of {features}, got {encoding.features // scheme.width}"
             + f" and projections {scheme.width} times as wide" * (scheme.width != 1)
         )
-    if isinstance(encoding, Encoding) and encoding.out_features != features:
+    if isinstance(encoding, Encoding) and encoding.out_features != features and not linear:
         raise ValueError(
             f"scheme: expected one that keeps the model's head size of {features}, got a lift to {encoding.out_features}"
         )

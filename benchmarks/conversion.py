@@ -1,0 +1,158 @@
+"""How much of the loss comes back after conversion to linear attention, by tokens, against training anew.
+
+A small Llama of bytes is trained with softmax attention for each seed. `isopos convert` converts it, a fifth of its tokens
+for attention transfer and the rest on the next token. The same command trains models of random weights with the same linear
+attention on as many tokens. Batches of one seed are the same, so differences are paired.
+
+    python -m benchmarks.conversion --data TEXT --folder FOLDER
+
+Cells that are in the folder are not computed again.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from isopos.lab.commands.convert import TUNING, Options, run
+from isopos.lab.data.corpora import Corpus, load_corpus
+from isopos.lab.reports.intervals import Difference
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+LENGTH, BATCH, SCORED = 128, 8, 8192
+RATE, TRANSFER_RATE = 3e-3, 3e-3  # peak learning rates of softmax attention, and of attention transfer
+TUNING_RATE = 6e-3  # of training on the next token, converted or anew: better for both than 3e-3 on seed 9 of a larger model
+SHARE = 5  # the transfer has one step of so many
+BASE_STEPS, STEPS, SEEDS = 300, (30, 90), (0, 1, 2)
+SCHEMES = {
+    "keep, retnet's decay": ("keep:decay=retnet", 0),
+    "keep, with a softmax window of 16": ("keep:decay=retnet", 16),
+    "permuteformer": ("permuteformer", 0),
+}
+
+
+def fresh(seed: int) -> Any:
+    """A small Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = SIZES
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None))
+
+
+def original(folder: Path, corpus: Corpus, seed: int, steps: int) -> Path:
+    """The folder of a model that was trained with softmax attention; with 0 steps, of one with random weights."""
+    path = folder / f"seed{seed}" / (f"softmax-{steps}" if steps else "random")
+    if path.exists():
+        return path
+    model = fresh(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    for step in range(1, steps + 1):
+        warm = steps // 10
+        left = 0.5 + 0.5 * math.cos(math.pi * (step - 1 - warm) / (steps - warm))
+        optimizer.param_groups[0]["lr"] = RATE * (step / warm if step <= warm else left)
+        tokens, targets = corpus.batch(1_000_003 + seed, step, BATCH, LENGTH)  # others than those of conversion
+        loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    part = path.with_name(f".{path.name}.new")
+    model.save_pretrained(part)
+    part.rename(path)
+    return path
+
+
+@torch.no_grad()
+def bits(model: Any, corpus: Corpus) -> float:
+    """Bits per byte on held-out text."""
+    total = count = 0.0
+    for tokens, targets in corpus.windows(LENGTH, SCORED, BATCH):
+        logits = model(tokens, use_cache=False).logits[:, -targets.shape[1] :]
+        total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += targets.numel()
+    return total / count / math.log(2)
+
+
+def swapped(source: Path, scheme: str, window: int) -> Any:
+    """The model with linear attention, and the weights of softmax attention."""
+    from isopos.integrations.transformers import converted, linear_scheme
+    from isopos.lab.tasks.conversion import read_model
+    from isopos.spec import split_spec
+
+    model = read_model(source)
+    return converted(model, linear_scheme(model, *split_spec(scheme)), window or None)
+
+
+def cell(source: Path, name: str, steps: int, seed: int, data: str, arm: str = "") -> float:
+    """Bits per byte after `steps` updates in all, by the command; those of an arm are all on the next token."""
+    scheme, window = SCHEMES[name]
+    new = source.parent / f"{name} {arm} {steps}".replace("  ", " ").replace(",", "").replace(" ", "-")
+    runs = new.with_name(f"{new.name}.runs")
+    if not new.exists():
+        transfer = 0 if arm else steps // SHARE
+        options = Options(
+            str(source), str(new), scheme=scheme, window=window, data=data, tokenizer="bytes", length=LENGTH, batch=BATCH,
+            transfer_steps=transfer, transfer_rate=TRANSFER_RATE, steps=steps - transfer, learning_rate=TUNING_RATE,
+            validation_tokens=SCORED, save_every=10**6, seed=seed, resume=runs.exists(),
+        )  # fmt: skip
+        if run(options, Console(quiet=True)):
+            raise SystemExit(f"{new}: diverged")
+    return json.loads((runs / TUNING / "result.json").read_text())["scores"]["bits/byte"]
+
+
+def measure(folder: Path, corpus: Corpus, data: str, name: str, seed: int) -> dict[str, Any]:
+    """Bits per byte of a scheme and a seed: of softmax attention, and converted and anew, by the number of tokens."""
+    from isopos.lab.tasks.conversion import read_model
+
+    trained, untrained = (original(folder, corpus, seed, steps) for steps in (BASE_STEPS, 0))
+    found = {"softmax": bits(read_model(trained).eval(), corpus), "converted": {}, "anew": {}}
+    found["converted"][0] = bits(swapped(trained, *SCHEMES[name]).eval(), corpus)
+    for steps in STEPS:
+        tokens = steps * BATCH * LENGTH
+        found["converted"][tokens] = cell(trained, name, steps, seed, data)
+        found["anew"][tokens] = cell(untrained, name, steps, seed, data, "anew")
+    return found
+
+
+def rows(name: str, seeds: list[dict[str, Any]]) -> str:
+    """The figures of a scheme as rows of a table."""
+    lines = []
+    for tokens in seeds[0]["converted"]:
+        own = [one["converted"][tokens] for one in seeds]
+        start = [one["converted"][0] for one in seeds]
+        back = Difference.paired([(a - b) / (a - one["softmax"]) for a, b, one in zip(start, own, seeds, strict=True)])
+        anew = [one["anew"][tokens] for one in seeds] if tokens else []
+        apart = Difference.paired([a - b for a, b in zip(own, anew, strict=True)]).text("+.3f") if anew else "-"
+        mean = f"{statistics.mean(anew):.3f}" if anew else "-"
+        share = back.text(".0%") if tokens else "0%"
+        lines.append(f"| {name} | {tokens:,} | {statistics.mean(own):.3f} | {mean} | {apart} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table, a scheme after the other."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", required=True, help="a text")
+    parser.add_argument("--folder", required=True, help="folder for models and runs")
+    options = parser.parse_args()
+    corpus = load_corpus(options.data, LENGTH)
+    print("| attention | tokens | converted | anew | converted - anew | of the loss back |")
+    print("|---|---|---|---|---|---|")
+    seeds: list[dict[str, Any]] = []
+    for name in SCHEMES:
+        seeds = [measure(Path(options.folder), corpus, options.data, name, seed) for seed in SEEDS]
+        print(rows(name, seeds), flush=True)
+    base = [one["softmax"] for one in seeds]
+    tokens = BASE_STEPS * BATCH * LENGTH
+    print(f"\nsoftmax attention, {tokens:,} tokens: {statistics.mean(base):.3f}, deviation {statistics.stdev(base):.3f}")
+
+
+if __name__ == "__main__":
+    main()

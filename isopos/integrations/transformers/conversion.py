@@ -1,0 +1,154 @@
+"""From softmax to linear attention: attention transfer in models of transformers.
+
+`converted` gives a copy of a model the scheme of linear attention. `distances` tells how far the outputs of its attention
+are from those of the original, layer by layer, as a loss. `isopos convert` minimises it, and then trains the next token.
+"""
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isopos.integrations.transformers import reading
+from isopos.integrations.transformers.native import rotary_scheme
+from isopos.integrations.transformers.patching import patch
+from isopos.scheme import Scheme
+from isopos.schemes import build
+from isopos.schemes.registry import REGISTRY, options_of
+
+__all__ = ["converted", "distances", "linear_scheme", "transferred"]
+
+KEEP = "keep"
+"""The name that stands for the positions that a model has."""
+
+
+def linear_scheme(model: Any, name: str = KEEP, options: Mapping[str, object] | None = None) -> Scheme:
+    """A scheme of linear attention for a model, by name.
+
+    Args:
+        model: A model of transformers, which is not patched.
+        name: A name of `REGISTRY`, or "keep" for the model's own positions: those of its rotary module, with its
+            extension, or its table of learned vectors, which the scheme then holds.
+        options: Values of options, or their texts: a decay, a feature map, a denominator, and those of the named scheme.
+
+    Raises:
+        ValueError: For an unknown name or option, for softmax attention, and for positions that "keep" cannot read.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
+        >>> linear_scheme(LlamaForCausalLM(LlamaConfig()), "keep", {"decay": "retnet"}).origin[0]  # doctest: +SKIP
+        'rope'
+    """
+    options, config = dict(options or {}), reading.text_part(model).config
+    if options.get("attention", "linear") != "linear":
+        raise ValueError(f"attention: expected linear, to which softmax attention is converted, got {options['attention']}")
+    options["attention"] = "linear"
+    features, heads = reading.head_dim(config), reading.heads_of(config)[1]
+    if name != KEEP:
+        return build(name, features, heads, options)
+    if reading.rotary_module(model) is None:
+        return _with_table(model, features, heads, options)
+    native = rotary_scheme(model)
+    if not isinstance(native, Scheme):
+        raise ValueError(f"scheme: expected a model with one scheme to keep, got one for each of {', '.join(native)}")
+    assert native.origin is not None
+    name, known = native.origin
+    own = {key: value for key, value in known.items() if key in options_of(name) and key != "attention"}
+    if taken := [key for key in options if key in own and key not in ("decay", "feature_map", "denominator")]:
+        raise ValueError(f"{taken[0]}: expected none with keep, since the model determines it, got {options[taken[0]]}")
+    chosen = build(name, features, heads, options).origin  # checks and parses the options
+    assert chosen is not None
+    values = {key: value for key, value in chosen[1].items() if key in options}
+    scheme = REGISTRY[name](**own | values | {"head_dim": features, "heads": heads})
+    return scheme if native.extension is None else scheme.extend(**native.extension.arguments)
+
+
+def _with_table(model: Any, features: int, heads: int, options: Mapping[str, object]) -> Scheme:
+    """The scheme that adds the vectors of a model's table, which it copies."""
+    found = next(reading.added_tables(reading.text_part(model)), None)
+    if found is None or not isinstance(found[2], nn.Embedding):
+        raise ValueError("scheme: expected a model with rotary positions or a table of them to keep, got one without")
+    table = found[2].weight
+    scheme = build("learned", features, heads, {**options, "length": len(table), "model_dim": table.shape[1]})
+    embedding: Any = scheme.embedding
+    with torch.no_grad():
+        embedding.weight.copy_(table)
+    return scheme
+
+
+def converted(model: Any, scheme: Scheme, window: int | None = None) -> Any:
+    """A copy of a model with a scheme of linear attention: `patch`, which see. All its weights are still the model's.
+
+    Raises:
+        ValueError: For softmax attention, and where `patch` refuses scheme or window.
+    """
+    if scheme.attention != "linear":
+        raise ValueError("scheme: expected one of linear attention, to which a model is converted, got softmax")
+    return patch(copy.deepcopy(model), scheme, window=window)
+
+
+def transferred(student: Any) -> list[nn.Parameter]:
+    """The parameters that attention transfer trains: those of layers of attention, of windows, and of the scheme."""
+    part = reading.text_part(student)
+    layers = reading.attention_layers(part)
+    found = [weight for layer in layers for weight in layer.parameters()]
+    own = [module for module in part.modules() if isinstance(module, Scheme)]
+    window = getattr(part, "isopos_window", None)
+    found += [weight for module in (*own, *([] if window is None else [window])) for weight in module.parameters()]
+    return list(dict.fromkeys(found))
+
+
+def distances(teacher: Any, student: Any, tokens: Tensor) -> Tensor:
+    """How far attention of two models is apart, layer by layer, ``[layers]``: |y - z|^2 / |z|^2 over all tokens.
+
+    z is the output of a layer of attention of the teacher, and y is that of the student's layer for the teacher's input. So
+    a layer's distance does not depend on other layers: its gradient reaches the parameters of this layer, and what layers
+    share. One backward pass of the sum trains each layer as if it were alone.
+
+    Args:
+        teacher: The model with softmax attention.
+        student: What `converted` made of it.
+        tokens: ``[b t]``, int64.
+
+    Examples:
+        >>> import isopos
+        >>> from transformers import LlamaConfig, LlamaForCausalLM  # doctest: +SKIP
+        >>> model = LlamaForCausalLM(LlamaConfig())  # doctest: +SKIP
+        >>> student = converted(model, linear_scheme(model, "keep", {"decay": "retnet"}))  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(transferred(student))  # doctest: +SKIP
+        >>> distances(model, student, torch.randint(32000, (2, 64))).sum().backward()  # doctest: +SKIP
+    """
+    inputs, outputs, found = [], [], []
+
+    def keep(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+        outputs.append(_first(output))
+
+    def replace(layer: Any, args: Any, kwargs: Any) -> Any:
+        own = inputs[len(found)]
+        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+
+    def compare(layer: Any, args: Any, output: Any) -> Any:
+        target = outputs[len(found)].float()
+        found.append((_first(output).float() - target).square().sum() / target.square().sum())
+        target = outputs[len(found) - 1]
+        return (target, *output[1:]) if isinstance(output, tuple) else target
+
+    of_teacher, of_student = (reading.attention_layers(reading.text_part(model)) for model in (teacher, student))
+    with ExitStack() as hooks:
+        for layer in of_teacher:
+            hooks.callback(layer.register_forward_hook(keep, with_kwargs=True).remove)
+        with torch.no_grad():
+            teacher.base_model(tokens, use_cache=False)
+        for layer in of_student:
+            hooks.callback(layer.register_forward_pre_hook(replace, with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(compare).remove)
+        student.base_model(tokens, use_cache=False)
+    return torch.stack(found)
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

@@ -1,0 +1,120 @@
+"""Linear attention in the layers of a model of transformers: states in its cache, and a window of softmax attention.
+
+The model's own code makes queries, keys and values. A layer's cache is a `StateLayer` of constant size, in place of keys.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isopos.attention import linear_attention, softmax_attention
+from isopos.integrations.transformers.evaluated import Evaluated
+from isopos.integrations.transformers.states import state_class
+
+__all__ = ["LinearLayer", "Window"]
+
+MASK = (
+    "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
+    "linear attention hold all keys before"
+)
+
+
+class Window(nn.Module):
+    """Softmax attention to the nearest keys beside linear attention to all keys, in every layer.
+
+    out = w softmax(scale <rho(x_i) q_i, rho(x_j) k_j>) v + (1 - w) linear, with i - size < j <= i and a learned share
+    w = sigmoid(logit) per layer and head of queries, 1/2 at first. The softmax has the isometry of the scheme and no decay.
+
+    Args:
+        size: Number of keys that a query sees by softmax, its own among them.
+        layers: Number of layers.
+        heads: Number of heads of queries.
+    """
+
+    def __init__(self, size: int, layers: int, heads: int):
+        super().__init__()
+        self.size = size
+        self.logit = nn.Parameter(torch.zeros(layers, heads))
+
+
+class LinearLayer:
+    """What one layer is given in one forward pass, as its cache and as the argument of its attention.
+
+    Args:
+        evaluated: The scheme at the positions of the pass.
+        index: The number of the layer.
+        cache: The model's, or None.
+    """
+
+    def __init__(self, evaluated: Evaluated, index: int, cache: Any):
+        self.evaluated, self.index, self.cache = evaluated, index, cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are: the cache takes what attention makes of them."""
+        return keys, values
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
+        """Attention of new queries ``[b h t d]`` to new keys ``[b h t d]`` and to those of the state: ``[b h t e]``.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: Which keys each query sees ``[b 1 t s]``, bool, of the state's tokens and the new ones.
+            scaling: Of the softmax in the window.
+            dropout: Probability of dropping a weight in the window.
+        """
+        scheme, window = self.evaluated.scheme, self.evaluated.window
+        at, own, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
+        keys = _mask_of_keys(mask, t)
+        if keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all()):
+            keys = None
+        options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": own is not None}
+        state = {} if own is None else {"state": own.state.stamped(scheme.fingerprint, None)}
+        out: Any = linear_attention(q, k, v, **at | state | options)
+        out, after = out if own is not None else (out, None)
+        out = F.layer_norm(out, out.shape[-1:]) if scheme.normalised else out
+        near = None if own is None else own.near
+        if window is not None:
+            maps = {name: at[name] for name in ("isometry", "transport") if name in at}
+            options |= {"scale": scaling, "window": window.size, "dropout": dropout, "state": near}
+            found: Any = softmax_attention(q, k, v, **maps, **options)
+            found, near = found if own is not None else (found, None)
+            share = window.logit[self.index].sigmoid()[:, None, None].to(out.dtype)
+            out = out + share * (found - out)
+        if own is not None:
+            own.update(after, t, near=near)
+        return out
+
+    def _layer(self) -> Any:
+        """The layer of the cache; None without a cache. An empty layer for keys gives way to one for a state."""
+        if self.cache is None:
+            return None
+        from transformers.cache_utils import DynamicLayer  # pyright: ignore[reportMissingImports]
+
+        layers, known, index = self.cache.layers, state_class(), self.index
+        if self.cache.layer_class_to_replicate is DynamicLayer:
+            layers.extend(known() for _ in range(len(layers), index + 1))
+        if index < len(layers) and type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
+            layers[index] = known()
+        if index >= len(layers) or not isinstance(layers[index], known):
+            got = type(layers[index]).__name__ if index < len(layers) else "fewer layers"
+            raise ValueError(
+                "past_key_values: expected a DynamicCache without tokens, or what this model returned, for the states of "
+                f"linear attention, got {got}"
+            )
+        return layers[index]
+
+
+def _mask_of_keys(mask: Tensor, t: int) -> Tensor:
+    """The last t keys that any query sees ``[b t]``; an error for a mask that no sums have."""
+    seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min)[:, 0, :, mask.shape[-1] - t :]
+    keys = seen.any(-2)
+    expected = keys[:, None] & torch.ones(t, t, dtype=torch.bool, device=mask.device).tril()
+    torch._assert_async(((seen == expected) | ~keys[..., None]).all(), MASK)  # pyright: ignore
+    return keys
