@@ -16,6 +16,8 @@ from structures import pairs
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed
 
+from isopos.parallel import Shards
+
 CPU, GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 SHARDS = (4, 2, 3)
 IDS = torch.tensor([5, 5, 5, 1, 1, 1, 1, 2, 2])  # a border inside a shard, one between shards, one inside again
@@ -76,7 +78,7 @@ class Whole:
         whole.y, whole.grads = whole.run(slice(0, t))
         return whole
 
-    def run(self, part: slice, group: Any = None) -> tuple[Tensor, list[Tensor]]:
+    def run(self, part: slice | Tensor, group: Any = None) -> tuple[Tensor, list[Tensor]]:
         """Outputs of some tokens, and the gradients of their content and of the parameters."""
         content = [a[..., part, :].clone().requires_grad_() for a in self.content]
         options = {name: a[..., part] if isinstance(a, Tensor) else a for name, a in self.options.items()}
@@ -88,13 +90,13 @@ class Whole:
 
     def compare(self, group: Any, lengths: Sequence[int], error: float) -> None:
         """Assert that a member's shard of the outputs and of all gradients is that of the whole, to an error of its size."""
-        start = sum(lengths[: group.rank()])
-        part = slice(start, start + lengths[group.rank()])
+        member = getattr(group, "group", group)
+        part = Shards(group, lengths[member.rank()], CPU).index
         y, grads = self.run(part, group)
         expected = [self.y[..., part, :], *(grad[..., part, :] for grad in self.grads[:3]), *self.grads[3:]]
         most = max(1.0, *(grad.abs().max().item() for grad in self.grads))
         for grad in grads[3:]:
-            dist.all_reduce(grad, group=group)
+            dist.all_reduce(grad, group=member)
         for n, (found, right) in enumerate(zip((y, *grads), expected, strict=True)):
             scale = max(1.0, right.abs().max().item()) if n == 0 else most
             assert (found - right).abs().max() <= error * scale, f"{n}: {(found - right).abs().max() / scale}"
