@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isopos.exact import once
 
-__all__ = ["Pending", "Ring", "Shards", "Traffic", "cut", "shards"]
+__all__ = ["Pending", "Ring", "Shards", "Traffic", "cut", "joined", "shards", "summed"]
 
 
 class Traffic:
@@ -203,6 +203,21 @@ def cut(x: Tensor, group: Any, axis: int = 1) -> Tensor:
         return x.tensor_split(known.size, axis)[known.rank]
     pieces = x.tensor_split(2 * known.size, axis)
     return torch.cat((pieces[known.rank], pieces[-1 - known.rank]), axis)
+
+
+def joined(x: Tensor, group: Any, axis: int = 1) -> Tensor:
+    """The whole sequence of which each process has its tokens, the inverse of `cut`; x without a group."""
+    if (known := shards(group, x.shape[axis], x.device)) is None:
+        return x
+    return known.ordered(known.tokens([x], [axis], lambda start, stop: (0, known.total)).wait()[0], axis)
+
+
+def summed(group: Any, device: torch.device, *numbers: float) -> list[float]:
+    """The sums of numbers over the processes of a group, in float64; the numbers without a group."""
+    if (known := shards(group, 1, device)) is None:
+        return [*map(float, numbers)]
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return known.add(own).wait()[0].tolist()
 
 
 def traffic_now() -> Traffic | None:

@@ -21,7 +21,7 @@ from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
-from isopos.parallel import Shards, shards
+from isopos.parallel import Shards, joined, shards
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -468,7 +468,7 @@ class Scheme(nn.Module):
         if not rows and not (softmax and (self.bias is not None or self.locality is not None)):
             return Arguments(self.at(x, dtype=dtype), group=known)
         start, stop = known.start, known.start + known.count
-        every = known.ordered(known.tokens([x], [-2], lambda start, stop: (0, known.total)).wait()[0], -2)
+        every = joined(x, known, -2)
         if not rows:
             return Arguments(self.at(x, dtype=dtype) | self._of_pairs(x, every, dtype), group=known)
         found = dict(self.at(every, dtype=dtype))

@@ -18,7 +18,6 @@ from structures import over_structures
 import isopos
 from isopos import Decoder, linear_attention, parallel, sequence, softmax_attention
 from isopos.attention import sharded
-from isopos.models import Classifier
 from isopos.parallel import Traffic
 
 T = len(IDS)
@@ -180,9 +179,6 @@ def test_what_is_refused_is_refused_before_anything_is_sent():
                         attention(**{"q": q, "k": k, "v": v, "group": group} | options)
             with pytest.raises(ValueError, match="x_key: expected none beside a group"):
                 isopos.rope(4, 2).at(sequence(4), sequence(3), group=group)
-            refused = pytest.raises(ValueError, match="group: expected a Decoder or an Encoder")
-            with refused, Classifier(5, 3, 8, 1, isopos.rope(4, 2)).over(group):
-                pass
         assert traffic.messages == 0
 
     on_ranks(2, member)
