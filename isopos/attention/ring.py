@@ -334,7 +334,8 @@ def _add_grads(
     with torch.enable_grad():
         part, more = plan.compute(unit, own, keys)
     share = torch.where(logarithm == -torch.inf, 0, (more.detach() - logarithm).exp())
-    of_sum = torch.where(share == 0, 0, share * (grad * (part.detach() - out)).sum(-1))
+    differences = torch.where(grad == 0, 0, grad * (part.detach() - out))  # NaN stays where it is asked for
+    of_sum = torch.where(share == 0, 0, share * differences.sum(-1))
     found = torch.autograd.grad((part, more), leaves, (share[..., None] * grad, of_sum), allow_unused=True)
     found = iter(found)
     rows, columns = unit.rows, slice(*unit.of_keys)
