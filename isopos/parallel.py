@@ -1,7 +1,8 @@
 """One sequence over the processes of a group, through PyTorch's distributed package: collectives with their gradients.
 
 Process r of a group holds shard r of the tokens. Shards are contiguous, follow the order of ranks, and may differ in length;
-with ``Ring(group, zigzag=True)`` a shard has two pieces, one from each half of the sequence. All processes make the same calls in the same order, and all of them run the backward pass, whatever their losses are.
+with ``Ring(group, zigzag=True)`` a shard has two pieces, one from each half of the sequence. All processes make the same
+calls in the same order, and all of them run the backward pass, whatever their losses are.
 
 A collective starts, and `Pending.wait` returns its result. What runs in between overlaps with it. The backward pass is the
 transpose: it starts where `wait` was called and ends where the collective started, so that the gradients of what ran in

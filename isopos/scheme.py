@@ -400,8 +400,9 @@ class Scheme(nn.Module):
             state: State of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one
                 tensor of all nodes so far, and all operators are computed again.
             group: A `ProcessGroup` or one-dimensional `DeviceMesh` whose processes hold one sequence, or an
-                `isopos.parallel.Ring` of it; x are the positions in it of the tokens of this process. The arguments then run attention over the group. Relative terms and
-                locality of softmax attention, trees, and class tokens need the positions of all processes, which are sent.
+                `isopos.parallel.Ring` of it; x are the positions in it of the tokens of this process. The arguments then run
+                attention over the group. Relative terms and locality of softmax attention, trees, and class tokens need the
+                positions of all processes, which are sent.
             dtype: Dtype of tables: float32, or float64 for float64 queries; smaller dtypes become float32.
             evaluated: Results of `at` in this dtype at x and at x_key, whose isometries are reused.
         """

@@ -1,11 +1,12 @@
 """One sequence over a group, for tests: threads with a Gloo group of their own each, or processes; and the comparison.
 
-``python -m torch.distributed.run --standalone --nproc-per-node=4 tests/shards.py`` compares every structure in groups of 2, 3
-and 4 processes.
+``python -m torch.distributed.run --standalone --nproc-per-node=4 tests/shards.py`` compares every structure in groups of 2,
+3 and 4 processes.
 """
 
 import copy
 import itertools
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from structures import pairs
 from torch import Tensor
 from torch._C import _distributed_c10d as distributed
 
+import isopos
 from isopos.parallel import Ring, Shards
 
 CPU, GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
@@ -154,9 +156,23 @@ def main() -> None:
                     if n == (count + 1) % 3 and kind == "softmax" and unordered(case):
                         whole.compare(Ring(group, zigzag=True), lengths, 1e-12)
             count += 1
+    profiled = overlap(groups[0]) if rank < 2 else {}
     if rank == 0:
-        print(f"{count} cases in groups of 2, 3 and 4 processes")
+        print(f"{count} cases in groups of 2, 3 and 4 processes; overlap {json.dumps(profiled)}")
     dist.destroy_process_group()
+
+
+def overlap(group: Any) -> dict[str, list[float]]:
+    """Start and end in a profile, in milliseconds, of the sums over own keys and of the collective, in both passes."""
+    t, names = 1024, {"_Differentiable": "sums", "gloo:all_gather": "sent"}
+    names |= {"_DifferentiableBackward": "sums back", "gloo:all_to_all": "sent back"}
+    content = torch.randn(3, 1, 8, t, 64, requires_grad=True)
+    at = isopos.retnet(64, 8, denominator="encoded").at(isopos.sequence(t) + group.rank() * t, group=group)
+    for _ in range(2):  # the first time warms up
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            isopos.linear_attention(*content, **at, causal=True).sum().backward()
+    times = {event.name: event.time_range for event in profile.events()}
+    return {kind: [times[name].start / 1000, times[name].end / 1000] for name, kind in names.items()}
 
 
 def unordered(case: SchemeCase) -> bool:

@@ -5,6 +5,8 @@ The processes are threads here, with Gloo between them; the slow test starts rea
 
 import copy
 import itertools
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -62,7 +64,12 @@ def test_every_structure_in_every_setting_in_groups_of_two_three_and_four_proces
         [*command, str(Path(__file__).with_name("shards.py"))], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "cases in groups of 2, 3 and 4 processes" in done.stdout
+    found = re.search(r"cases in groups of 2, 3 and 4 processes; overlap (.*)", done.stdout)
+    assert found, done.stdout
+    times = json.loads(found[1])
+    for sums, sent in (("sums", "sent"), ("sums back", "sent back")):  # a collective is under way during sums of own keys
+        assert times[sent][0] < times[sums][1]
+        assert times[sent][1] > times[sums][0]
 
 
 def test_a_ring_gives_what_the_whole_gives(monkeypatch):

@@ -8,7 +8,6 @@ from cases import each, named, perturb
 from shards import on_ranks
 
 import isopos
-
 from isopos.lab.tasks.task import Recipe, View, find
 from isopos.models import Classifier, Decoder, Encoder, Forecaster, PairClassifier, Vision
 from isopos.parallel import Ring, cut

@@ -150,10 +150,15 @@ def test_four_processes_two_by_two_give_the_losses_of_one_and_end_in_one_line(tm
         "mesh": mesh,
         "mesh-fsdp2": [*mesh, "--strategy=fsdp2"],
     }
-    rings = {name: [*softmax, "--devices=4", "--sequence-parallel=4", f"--sequence-keys={name}"] for name in ("ring", "zigzag")}
+    rings = {
+        name: [*softmax, "--devices=4", "--sequence-parallel=4", f"--sequence-keys={name}"] for name in ("ring", "zigzag")
+    }
     rings["gather"] = [*softmax, *mesh]
     resumed = [_command("whole", *mesh, "--dropout=0.2"), _command("killed", *mesh, "--dropout=0.2", "--resume")]
-    commands = [*(_command(name, *SHORT, *more) for name, more in runs.items()), *(_command(n, *more) for n, more in rings.items())]
+    commands = [
+        *(_command(name, *SHORT, *more) for name, more in runs.items()),
+        *(_command(n, *more) for n, more in rings.items()),
+    ]
     out = run_all(tmp_path, 4, [*commands, *resumed])
     _equal(tmp_path, runs, expected, out[:3])
     run_all(tmp_path, 1, [_command("softmax", *softmax)])

@@ -25,7 +25,9 @@ def made(name, **options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES, **options, bos_token_id=None, eos_token_id=None)
     config._attn_implementation = "sdpa"
-    cls = getattr(transformers, f"{name}{'ForMaskedLM' if name == 'Bert' else 'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")
+    cls = getattr(
+        transformers, f"{name}{'ForMaskedLM' if name == 'Bert' else 'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}"
+    )
     return cls(config).double().eval()
 
 

@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def run_all(folder: Path, size: int, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Run commands in a folder by `size` processes each; returns what their first process prints, and asserts that they end well."""
+    """What the first of `size` processes prints for each command in a folder; all commands must end well."""
     file = folder / "commands.json"
     file.write_text(json.dumps([{"command": list(command), "port": free_port()} for command in commands]))
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}

@@ -42,7 +42,7 @@ Piece = tuple[int, int]  # first index in the sequence, and last + 1
 
 
 def serves(problem: SoftmaxProblem) -> bool:
-    """Whether a ring serves a shard; windows of contiguous shards without arguments of pairs only need the keys next to them."""
+    """Whether a ring serves a shard. Windows of contiguous shards only need the keys next to them."""
     shards = problem.shards
     assert shards is not None
     pairs = bool(problem.terms) or problem.locality is not None or problem.attn_mask is not None
@@ -348,7 +348,7 @@ def _add_grads(
 
 
 def _sent_home(plan: _Plan, hop: int, found: Sequence[Tensor | None]) -> tuple[Any, list[slice]]:
-    """Start to send gradients of keys to the process that they came from; and the slices of the own keys that others used."""
+    """Start to send gradients of keys where they came from; also slices of the own keys, whose gradients come."""
     shards = plan.shards
     used = plan.local(shards.pieces[shards.rank], plan.needed((shards.rank + hop) % shards.size, shards.rank))
     come = sum(part.stop - part.start for part in used)

@@ -221,9 +221,9 @@ class Trunk(nn.Module, ABC):
     def over(self, group: Any) -> Iterator[None]:
         """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
 
-        Shards are those of `isopos.parallel.cut`: contiguous and in the order of ranks, or zig-zag. The features of every token
-        are those of the whole sequence, and so are gradients, averaged over the processes, of the mean of their losses. A
-        classifier has the same output in all processes.
+        Shards are those of `isopos.parallel.cut`: contiguous and in the order of ranks, or zig-zag. The features of every
+        token are those of the whole sequence. Gradients, averaged over the processes, are those of the mean of their losses.
+        A classifier has the same output in all processes.
 
         Args:
             group: A `ProcessGroup`, a `DeviceMesh` of one dimension, or an `isopos.parallel.Ring`; None for one process.
@@ -243,7 +243,9 @@ class Trunk(nn.Module, ABC):
         """ValueError for a model whose tokens cannot be in several processes."""
         what, embedding = "", self.scheme.embedding
         if not self.in_shards:
-            what = "a Decoder, Encoder, Classifier, PairClassifier or Forecaster, whose samples are cut into shards of tokens, "
+            what = (
+                "a Decoder, Encoder, Classifier, PairClassifier or Forecaster, whose samples are cut into shards of tokens, "
+            )
             what += f"got {type(self).__name__}"
         elif any(isinstance(module, BatchNorm) for module in self.modules()):
             what = "norm='layer', which normalises tokens one by one, got 'batch'"

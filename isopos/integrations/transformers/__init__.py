@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from isopos.integrations.transformers.layouts import absorb, convert_layout
     from isopos.integrations.transformers.model import IsoposConfig, IsoposForCausalLM, StateLayer, from_decoder
     from isopos.integrations.transformers.native import rotary_scheme
-    from isopos.integrations.transformers.sharding import cut_labels, over
     from isopos.integrations.transformers.patching import load, patch, patched, unpatch
+    from isopos.integrations.transformers.sharding import cut_labels, over
 
 _PARTS = ("patching", "native", "layouts", "model", "sharding")
 

@@ -94,9 +94,7 @@ def attend_over(
         own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
         options = at | own
     mask = None if attention_mask is None else attention_mask.bool()
-    out = softmax_attention(
-        query, key, value, **options, causal=causal, window=sliding_window, mask=mask, dropout=dropout
-    )
+    out = softmax_attention(query, key, value, **options, causal=causal, window=sliding_window, mask=mask, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

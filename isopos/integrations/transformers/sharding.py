@@ -101,7 +101,9 @@ def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, 
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise ValueError("past_key_values: expected none over a group, whose processes keep no cache, got one; use_cache=False")
+        raise ValueError(
+            "past_key_values: expected none over a group, whose processes keep no cache, got one; use_cache=False"
+        )
     known = shards(group, tokens.shape[1], tokens.device)
     if known is None:
         return args, kwargs
@@ -110,7 +112,9 @@ def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, 
         raise ValueError("position_ids: expected none over a group, which count over the sequence, got others")
     mask = kwargs.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens.shape[1]):
-        raise ValueError(f"attention_mask: expected [b {tokens.shape[1]}], of the tokens of this process, got {[*mask.shape]}")
+        raise ValueError(
+            f"attention_mask: expected [b {tokens.shape[1]}], of the tokens of this process, got {[*mask.shape]}"
+        )
     ring = Ring(known.group, known.zigzag) if known.ring else known.group
     return args, {**kwargs, "position_ids": index, "use_cache": False, attention.GROUP: ring}
 
@@ -118,6 +122,6 @@ def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
-            "labels: expected shift_labels beside them over a group, since the label of the last token is in another shard, got "
-            "none; isopos.integrations.transformers.cut_labels(labels, group) makes both"
+            "labels: expected shift_labels beside them over a group, since the label of the last token is in another shard, "
+            "got none; isopos.integrations.transformers.cut_labels(labels, group) makes both"
         )

@@ -89,7 +89,7 @@ class MaskedText(Windows):
         return F.cross_entropy(logits, targets.flatten(), reduction="sum") * share[0].to(logits.dtype)
 
     def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, chosen places in the shard and their targets ``[b m]``, -100 for none; and the weight of a target.
+        """Tokens ``[b t]``, chosen places in the shard, their targets ``[b m]`` (-100: none), and the weight of a target.
 
         m is the largest number of places of a row, at least 1.
         """
@@ -125,7 +125,9 @@ class MaskedText(Windows):
             right += int((logits.argmax(-1) == targets).sum())
             count += int((targets >= 0).sum())
         nats, right, count = summed(model.group, logits.device, nats, right, count)
-        return Scored({"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": int(count)})
+        return Scored(
+            {"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": int(count)}
+        )
 
     def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         """Held-out windows with masks, the original text, and the text with predictions."""

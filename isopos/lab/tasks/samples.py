@@ -211,8 +211,8 @@ class Labelled(Samples):
         tokens, positions, *mask, answers = batch
         if tokens.shape[-1] < 2 * ranks:  # so that no shard is empty
             raise ValueError(
-                f"sequence_parallel: expected samples of at least {2 * ranks} tokens for {ranks} processes, got a batch whose "
-                f"longest has {tokens.shape[-1]}"
+                f"sequence_parallel: expected samples of at least {2 * ranks} tokens for {ranks} processes, got a batch "
+                f"whose longest has {tokens.shape[-1]}"
             )
         return cut(tokens, -1), cut(positions, -2), *(cut(own, -1) for own in mask), answers
 

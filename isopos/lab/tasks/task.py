@@ -46,7 +46,17 @@ __all__ = [
 __getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
-PLACEMENT = ("device", "devices", "nodes", "strategy", "sequence_parallel", "sequence_keys", "workers", "logger", "save_every")
+PLACEMENT = (
+    "device",
+    "devices",
+    "nodes",
+    "strategy",
+    "sequence_parallel",
+    "sequence_keys",
+    "workers",
+    "logger",
+    "save_every",
+)
 """Fields that determine where and how a run is computed: they may change when it is resumed."""
 LIMITS = (
     ("seed", 0, 2**63 - 1),
@@ -379,8 +389,8 @@ class Training:
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: replicated or sharded weights.
     sequence_parallel: int = 1  # Devices that hold one sequence together, each an equal part of its tokens.
     sequence_keys: Literal["gather", "ring", "zigzag"] = "gather"
-    """How softmax attention sees the keys of these devices: all at once; one device's at a time; or so with two pieces of the
-    sequence on each device, which balances causal attention."""
+    """How softmax attention sees the keys of these devices: all at once; one device's at a time; or so with two pieces of
+    the sequence on each device, which balances causal attention."""
 
     @property
     def shares(self) -> int:

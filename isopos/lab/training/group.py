@@ -40,7 +40,9 @@ def run_in_group(count: int, device: str, run: Callable[..., None], *arguments: 
         except ProcessExitedException as ended:
             if not errors.empty():
                 raise ValueError(errors.get()) from None
-            raise OSError(f"process {ended.error_index} of {count} ended with status {ended.exit_code}; start again") from None
+            raise OSError(
+                f"process {ended.error_index} of {count} ended with status {ended.exit_code}; start again"
+            ) from None
 
 
 def _started(rank: int, count: int, device: str, store: str, errors: Any, run: Callable[..., None], arguments: Any) -> None:

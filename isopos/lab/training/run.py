@@ -79,7 +79,9 @@ def check_over(recipe: Recipe) -> None:
             "computes"
         )
     each = scheme.each if isinstance(scheme, PerLayer) else (scheme,)
-    ordered = [part for part in each if part.attention == "linear" or part.phases or part.group.refers_to_rows or part.outside]
+    ordered = [
+        part for part in each if part.attention == "linear" or part.phases or part.group.refers_to_rows or part.outside
+    ]
     if t.sequence_keys == "zigzag" and ordered:
         raise ValueError(
             "sequence_keys: expected gather or ring for linear attention, trees, class tokens and content-dependent phases, "
