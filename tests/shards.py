@@ -103,7 +103,10 @@ class Whole:
         return y.detach(), [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
 
     def compare(self, group: Any, lengths: Sequence[int], error: float) -> None:
-        """Assert that a member's shard of the outputs and of all gradients is that of the whole, to an error of its size."""
+        """Assert that a member's shard of outputs and all gradients is that of the whole, to an error of its size.
+
+        In float32 the whole is that of float64, and four times the error that one process has in float32 is added.
+        """
         member = getattr(group, "group", group)
         part = Shards(group, lengths[member.rank()], CPU).index
         y, grads = self.run(part, group)
@@ -114,7 +117,7 @@ class Whole:
         for n, (found, right) in enumerate(zip((y, *grads), expected, strict=True)):
             scale = max(1.0, right.abs().max().item()) if n == 0 else most
             far = (found - right).abs().max()
-            assert far <= error * scale + self.rounding[n], f"{n}: {far / scale}, {self.rounding[n]} by one process"
+            assert far <= error * scale + 4 * self.rounding[n], f"{n}: {far / scale}, {self.rounding[n]} by one process"
 
 
 def settings(case: SchemeCase, kind: str) -> list[dict[str, Any]]:

@@ -51,14 +51,15 @@ def serves(problem: SoftmaxProblem) -> bool:
 
 def attended(problem: SoftmaxProblem) -> Tensor:
     """The output of a shard's queries."""
-    assert problem.shards is not None
+    shards, traffic = problem.shards, traffic_now()
+    assert shards is not None
     kept, moved = _kept(problem), _moved(problem)
     tensors = [*(x.tensor for x in kept.values()), *(x.movedim(axis, 0) for x, axis in moved.values())]
     blank = problem.q.new_empty(0)
     terms = tuple(replace(term, table=term.table.detach()) for term in problem.terms)
     problem = replace(problem, q=blank, k=blank, v=blank, rho_q=Identity(), rho_k=Identity(), terms=terms)
     axes = {name: axis for name, (_, axis) in moved.items()}
-    plan = _Plan(problem, problem.shards, {name: x._replace(tensor=blank) for name, x in kept.items()}, axes, traffic_now())
+    plan = _Plan(problem, shards, {name: x._replace(tensor=blank) for name, x in kept.items()}, axes, traffic)
     with full_precision(tensors[0].device):
         return _Attend.apply(plan, *tensors)  # pyright: ignore[reportReturnType]
 
@@ -164,12 +165,12 @@ class _Plan:
             sent = [torch.cat([x[part] for part in rows]) if rows else x[:0] for x in like]
             return source, pieces, shards.pass_on(sent, hop, sum(b - a for a, b in pieces), self.traffic)
 
-        pending = start(hops[0]) if hops else None
+        pending = [start(hop) for hop in hops[:1]]
         yield 0, _Block(shards.rank, list(own), tensors)
         for n, hop in enumerate(hops):
-            source, pieces, wait = pending
+            source, pieces, wait = pending.pop()
             block = _Block(source, pieces, wait())
-            pending = start(hops[n + 1]) if n + 1 < len(hops) else None
+            pending = [start(later) for later in hops[n + 1 : n + 2]]
             yield hop, block
 
     def local(self, pieces: Sequence[Piece], chosen: Sequence[int]) -> list[slice]:

@@ -34,7 +34,7 @@ def over(model: Any, group: Any) -> Iterator[Any]:
         ValueError: With the reason, for a model that mixes tokens otherwise; in a forward pass, for caches, other positions,
             and labels that are not shifted.
     """
-    decoder = getattr(model, "decoder", None)
+    decoder: Any = getattr(model, "decoder", None)
     if hasattr(decoder, "over"):  # IsoposForCausalLM
         hooks = [model.register_forward_pre_hook(_check_labels, with_kwargs=True)]
         try:

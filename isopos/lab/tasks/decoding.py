@@ -41,8 +41,9 @@ def perplexity(
     Without `scored` windows do not overlap, and every token except the first is scored. With `scored` only the last tokens
     of each window are: windows overlap, so that all scored tokens have ``length - scored`` tokens before them.
     PermuteFormer (section 4.2.1) scores the last 256 of 512; LRPE does not say. Long windows run as streams in pieces of
-    at most 4096 tokens, with the same result in less memory; over a group each process has its shard of every window. Bits
-    per byte use the mean bytes per token of the whole split. The model must be in evaluation mode. `limit` is the largest number of tokens of the split that are read.
+    at most 4096 tokens, with the same result in less memory. Over a group each process has its shard of every window. Bits
+    per byte use the mean bytes per token of the whole split. The model must be in evaluation mode. `limit` is the largest
+    number of tokens of the split that are read.
 
     Raises:
         ValueError: If the scheme has no positions for `length`, the split has no window, the vocabularies differ, or

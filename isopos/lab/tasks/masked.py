@@ -124,7 +124,7 @@ class MaskedText(Windows):
             nats += F.cross_entropy(logits, targets, reduction="sum").item()
             right += int((logits.argmax(-1) == targets).sum())
             count += int((targets >= 0).sum())
-        nats, right, count = summed(model.group, logits.device, nats, right, count)
+        nats, right, count = summed(model.group, next(model.parameters()).device, nats, right, count)
         return Scored(
             {"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": int(count)}
         )

@@ -15,7 +15,7 @@ from isopos.lab.tasks.task import require
 __all__ = ["run_in_group"]
 
 
-def run_in_group(count: int, device: str, run: Callable[..., None], *arguments: Any) -> None:
+def run_in_group(count: int, device: str, run: Callable[..., object], *arguments: Any) -> None:
     """Call ``run(rank, device, *arguments)`` in each of `count` processes, the default group of which is ready.
 
     Args:
@@ -45,7 +45,9 @@ def run_in_group(count: int, device: str, run: Callable[..., None], *arguments: 
             ) from None
 
 
-def _started(rank: int, count: int, device: str, store: str, errors: Any, run: Callable[..., None], arguments: Any) -> None:
+def _started(
+    rank: int, count: int, device: str, store: str, errors: Any, run: Callable[..., object], arguments: Any
+) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // count))
     try:
         _member(rank, count, device, store, run, arguments)
@@ -58,7 +60,7 @@ def _started(rank: int, count: int, device: str, store: str, errors: Any, run: C
         raise SystemExit(3) from None  # another process ended, of which the first one tells
 
 
-def _member(rank: int, count: int, device: str, store: str, run: Callable[..., None], arguments: Any) -> None:
+def _member(rank: int, count: int, device: str, store: str, run: Callable[..., object], arguments: Any) -> None:
     cuda = torch.device(device).type == "cuda"
     if cuda:
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', rank)) % torch.cuda.device_count()}"
