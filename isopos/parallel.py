@@ -1,7 +1,8 @@
 """One sequence over the processes of a group, through PyTorch's distributed package: collectives with their gradients.
 
-Process r of a group holds shard r of the tokens. Shards are contiguous, follow the order of ranks, and may differ in length.
-All processes make the same calls in the same order, and all of them run the backward pass, whatever their losses are.
+Process r of a group holds shard r of the tokens. Shards are contiguous, follow the order of ranks, and may differ in length;
+with ``Ring(group, zigzag=True)`` a shard has two pieces, one from each half of the sequence. All processes make the same
+calls in the same order, and all of them run the backward pass, whatever their losses are.
 
 A collective starts, and `Pending.wait` returns its result. What runs in between overlaps with it. The backward pass is the
 transpose: it starts where `wait` was called and ends where the collective started, so that the gradients of what ran in
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from isopos.exact import once
 
-__all__ = ["Pending", "Shards", "Traffic", "shards"]
+__all__ = ["Pending", "Ring", "Shards", "Traffic", "cut", "joined", "shards", "summed"]
 
 
 class Traffic:
@@ -37,6 +38,11 @@ class Traffic:
     def __init__(self) -> None:
         self.sent = self.messages = 0
 
+    def count(self, bytes: int) -> None:
+        """Count one message."""
+        self.sent += bytes
+        self.messages += 1
+
     def __enter__(self) -> "Traffic":
         self.token = _TRAFFIC.set(self)
         return self
@@ -48,20 +54,38 @@ class Traffic:
 _TRAFFIC: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
 
 
+@dataclass(frozen=True)
+class Ring:
+    """A group whose softmax attention sees the keys of one other process at a time, and never holds all.
+
+    Args:
+        group: A `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        zigzag: Whether process r of n holds pieces r and 2n - 1 - r of 2n, as `cut` gives them. All processes then have the
+            same work in causal attention. By default shards are contiguous, and the last process has twice the mean.
+    """
+
+    group: Any
+    zigzag: bool = False
+
+
 class Shards:
     """The shards of one sequence, seen from this process.
 
     Args:
-        group: A `ProcessGroup`, or a `DeviceMesh` of one dimension.
+        group: A `ProcessGroup`, or a `DeviceMesh` of one dimension, or a `Ring`.
         count: Number of tokens of this process.
         device: Where they are.
 
     Attributes:
         rank: This process in the group.
         size: Number of processes.
+        ring: Whether softmax attention sees the keys of one other process at a time.
+        zigzag: Whether shards have two pieces.
     """
 
     def __init__(self, group: Any, count: int, device: torch.device):
+        self.ring, self.zigzag = isinstance(group, Ring), isinstance(group, Ring) and group.zigzag
+        group = group.group if isinstance(group, Ring) else group
         if hasattr(group, "get_group"):
             if group.ndim != 1:
                 raise ValueError(
@@ -83,7 +107,21 @@ class Shards:
     @property
     def start(self) -> int:
         """Index of this process's first token in the sequence."""
-        return sum(self.lengths[: self.rank])
+        return self.pieces[self.rank][0][0]
+
+    @property
+    def pieces(self) -> list[tuple[tuple[int, int], ...]]:
+        """First index and last + 1 of the contiguous pieces of each shard: one, or two with `zigzag`."""
+        if not self.zigzag:
+            return [(border,) for border in pairwise(accumulate(self.lengths, initial=0))]
+        first = list(pairwise(accumulate(((count + 1) // 2 for count in self.lengths), initial=0)))
+        second = pairwise(accumulate((count // 2 for count in reversed(self.lengths)), initial=first[-1][1]))
+        return list(zip(first, reversed(list(second)), strict=True))
+
+    @property
+    def index(self) -> Tensor:
+        """Index in the sequence of each token of this process: int64 ``[t]``."""
+        return torch.cat([torch.arange(*piece, device=self.device) for piece in self.pieces[self.rank]])
 
     @property
     def total(self) -> int:
@@ -118,6 +156,74 @@ class Shards:
         return Pending.start(
             _Tokens(self, reach), own, lambda rows: [x.movedim(0, axis) for x, axis in zip(rows, axes, strict=True)]
         )
+
+    def ordered(self, x: Tensor, axis: int) -> Tensor:
+        """Tokens of all processes, in the order of ranks, in the order of the sequence."""
+        if not self.zigzag:
+            return x
+        index = torch.cat([torch.arange(*piece) for pieces in self.pieces for piece in pieces])
+        return x.index_select(axis, index.argsort().to(x.device))
+
+    def pass_on(self, tensors: Sequence[Tensor], hop: int, come: int, traffic: Traffic | None) -> Callable[[], list[Tensor]]:
+        """Start to send rows to the process `hop` places after this one in the ring, without a graph.
+
+        Args:
+            tensors: ``[n ...]``.
+            hop: Number of places.
+            come: Number of rows that come from the process as many places before this one.
+            traffic: Counts the bytes.
+
+        Returns:
+            A function that waits for the rows that come.
+        """
+        like, rows = [(x.shape[1:], x.dtype) for x in tensors], _packed(tensors)
+        sent, received = [0] * self.size, [0] * self.size
+        sent[(self.rank + hop) % self.size], received[(self.rank - hop) % self.size] = len(rows), come
+        buffer = rows.new_empty(come, rows.shape[1])
+        work: Any = dist.all_to_all_single(buffer, rows, received, sent, group=self.group, async_op=True)
+        if traffic is not None:
+            traffic.count(rows.nbytes)
+
+        def wait() -> list[Tensor]:
+            work.wait()
+            return _unpacked(buffer, like)
+
+        return wait
+
+
+def cut(x: Tensor, group: Any, axis: int = 1) -> Tensor:
+    """The tokens of this process of a whole sequence, equal shards where they can be.
+
+    Args:
+        x: Tokens along an axis.
+        group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, or a `Ring`, whose `zigzag` decides which tokens these are.
+        axis: The axis of tokens.
+    """
+    known = Shards(group, x.shape[axis], x.device)
+    if not known.zigzag:
+        return x.tensor_split(known.size, axis)[known.rank]
+    pieces = x.tensor_split(2 * known.size, axis)
+    return torch.cat((pieces[known.rank], pieces[-1 - known.rank]), axis)
+
+
+def joined(x: Tensor, group: Any, axis: int = 1) -> Tensor:
+    """The whole sequence of which each process has its tokens, the inverse of `cut`; x without a group."""
+    if (known := shards(group, x.shape[axis], x.device)) is None:
+        return x
+    return known.ordered(known.tokens([x], [axis], lambda start, stop: (0, known.total)).wait()[0], axis)
+
+
+def summed(group: Any, device: torch.device, *numbers: float) -> list[float]:
+    """The sums of numbers over the processes of a group, in float64; the numbers without a group."""
+    if (known := shards(group, 1, device)) is None:
+        return [*map(float, numbers)]
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return known.add(own).wait()[0].tolist()
+
+
+def traffic_now() -> Traffic | None:
+    """What counts the bytes that are sent now."""
+    return _TRAFFIC.get()
 
 
 def shards(group: Any, count: int, device: torch.device) -> Shards | None:
@@ -259,8 +365,7 @@ class Pending:
         """Keep what is under way, and count its bytes."""
         self.underway = started[:2]
         if self.traffic is not None:
-            self.traffic.sent += started[2]
-            self.traffic.messages += 1
+            self.traffic.count(started[2])
 
     def end(self) -> Tensor:
         """The buffer, once it is filled."""

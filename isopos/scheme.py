@@ -21,7 +21,7 @@ from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
-from isopos.parallel import Shards, shards
+from isopos.parallel import Shards, joined, shards
 from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
@@ -399,9 +399,10 @@ class Scheme(nn.Module):
             x_key: Positions of keys ``[*b s c]``.
             state: State of the stream that x continues; ``State()`` at its start. In a tree, x are the next rows of one
                 tensor of all nodes so far, and all operators are computed again.
-            group: A `ProcessGroup` or one-dimensional `DeviceMesh` whose processes hold one sequence; x are the positions in
-                it of the tokens of this process. The arguments then run attention over the group. Relative terms and
-                locality of softmax attention, trees, and class tokens need the positions of all processes, which are sent.
+            group: A `ProcessGroup` or one-dimensional `DeviceMesh` whose processes hold one sequence, or an
+                `isopos.parallel.Ring` of it; x are the positions in it of the tokens of this process. The arguments then run
+                attention over the group. Relative terms and locality of softmax attention, trees, and class tokens need the
+                positions of all processes, which are sent.
             dtype: Dtype of tables: float32, or float64 for float64 queries; smaller dtypes become float32.
             evaluated: Results of `at` in this dtype at x and at x_key, whose isometries are reused.
         """
@@ -460,10 +461,15 @@ class Scheme(nn.Module):
                 f"{name}: expected none beside a group, whose processes attend from a sequence to itself, got one"
             )
         softmax, rows = self.attention == "softmax", self.group.refers_to_rows or self.outside > 0
+        if known.zigzag and (rows or not softmax or self.phases):
+            raise ValueError(
+                "group: expected contiguous shards for linear attention, trees, class tokens and content-dependent phases, "
+                "got zig-zag ones"
+            )
         if not rows and not (softmax and (self.bias is not None or self.locality is not None)):
             return Arguments(self.at(x, dtype=dtype), group=known)
         start, stop = known.start, known.start + known.count
-        (every,) = known.tokens([x], [-2], lambda start, stop: (0, known.total)).wait()
+        every = joined(x, known, -2)
         if not rows:
             return Arguments(self.at(x, dtype=dtype) | self._of_pairs(x, every, dtype), group=known)
         found = dict(self.at(every, dtype=dtype))

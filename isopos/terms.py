@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class Term(ABC):
         """A function for the bucket of one pair of tokens of `samples` samples; None if no such function exists."""
         return None
 
+    @abstractmethod
+    def part(self, rows: slice, columns: slice) -> "Term":
+        """The term of some queries and keys."""
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores to add for queries ``[*b h t d]`` and keys ``[*b h s d]``: ``[*b h t s]``."""
         index = self.index().unsqueeze(-3)
@@ -89,6 +93,9 @@ class Indexed(Term):
 
     def index(self) -> Tensor:
         return self.buckets
+
+    def part(self, rows: slice, columns: slice) -> Term:
+        return replace(self, buckets=self.buckets[..., rows, columns])
 
     def bucket(self, samples: int) -> PairFunction:
         buckets = self.buckets.expand(samples, *self.buckets.shape[-2:])
@@ -128,6 +135,9 @@ class Offsets(Term):
     def index(self) -> Tensor:
         return self._looked_up(self.y[..., None, :, 0] - self.x[..., :, None, 0])
 
+    def part(self, rows: slice, columns: slice) -> Term:
+        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
+
     def bucket(self, samples: int) -> PairFunction:
         offset = _offset(self.x, self.y, samples)
         return lambda b, i, j: self._looked_up(offset(b, i, j))
@@ -157,6 +167,9 @@ class DistanceKernel(Term):
 
     def index(self) -> Tensor:
         raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
+
+    def part(self, rows: slice, columns: slice) -> Term:
+        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
 
     def distance(self, samples: int) -> PairFunction:
         """A function for the distance of one pair, rounded once, for tokens of `samples` samples."""
@@ -193,6 +206,9 @@ class Numbers(Term):
     def index(self) -> Tensor:
         raise TypeError("index: expected a term with buckets, got numbers of pairs, which have none")
 
+    def part(self, rows: slice, columns: slice) -> Term:
+        return replace(self, table=self.table[..., rows, columns])
+
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return self.table
 
@@ -219,6 +235,11 @@ class Clipped(Term):
 
     def index(self) -> Tensor:
         return clipped.buckets(self.x, self.y, self.reach, self.outside)
+
+    def part(self, rows: slice, columns: slice) -> Term:
+        if self.outside:  # the first rows and columns
+            return Indexed(self.table, self.side, self.index()[..., rows, columns])
+        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
 
     def bucket(self, samples: int) -> PairFunction | None:
         if self.outside or self.x.shape[-1] > 1:

@@ -1,35 +1,31 @@
-"""`isopos train` in processes of its own: two of them beside one, and kill -9 with --resume."""
+"""`isopos train` in processes of its own: two and four of them beside one, and kill -9 with --resume."""
 
+import json
 import os
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from cases import named
+from trainers import free_port, run_all
 
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [
-    *("--steps=60", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
+    *("--steps=40", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
-TWO = ["--devices=2"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TWO, SHORT = ["--devices=2"], ["--steps=16"]
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def _start(folder, name, *arguments, launcher=(), environment=None):
-    command = [sys.executable, *launcher, "-m", "isopos", "train", "quickstart", *TINY, "--name", name, *arguments]
+def _start(folder, name, *arguments, environment=None):
+    command = [sys.executable, "-m", "isopos", "train", "quickstart", *TINY, "--name", name, *arguments]
     return subprocess.Popen(
         command,
         cwd=folder,
@@ -67,74 +63,117 @@ def _wait_for(folder, name, step):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The losses of one process without dropout, by step."""
+    """The losses of one process without dropout, by step, and the folder of the run."""
     folder = tmp_path_factory.mktemp("single")
-    _finish(_start(folder, "one"))
-    return [(row["step"], row["loss"]) for row in _rows(folder, "one")]
+    run_all(folder, 1, [_command("one", *SHORT), ["eval", "runs/one", "--length", "1", "8"]])
+    return folder, [(row["step"], row["loss"]) for row in _rows(folder, "one")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "launcher"),
-    [
-        (["--strategy=ddp"], ()),
-        (["--strategy=fsdp2"], ()),
-        (["--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
-        (["--sequence-parallel=2"], ()),
-        (["--sequence-parallel=2", "--strategy=fsdp2", "--accumulate=2", "--recompute"], TORCHRUN),
-    ],
-    ids=["ddp", "fsdp2", "torchrun-fsdp2-accumulate-recompute", "sequence", "torchrun-sequence-fsdp2-accumulate-recompute"],
-)
-def test_two_processes_give_the_losses_of_one(tmp_path, single, arguments, launcher):
-    out = _finish(_start(tmp_path, "two", *TWO, *arguments, launcher=launcher))
-    rows = _rows(tmp_path, "two")
-    assert [row["step"] for row in rows] == [step for step, _ in single]
-    assert [row["loss"] for row in rows] == pytest.approx([loss for _, loss in single], abs=1e-5)
-    assert out.count("finished: bits/byte") == 1
+def _command(name, *arguments):
+    return ["train", "quickstart", *TINY, "--name", name, *arguments]
+
+
+def _equal(folder, names, expected, out):
+    """Assert that runs have the losses of one process, and one line of a result each."""
+    for name, text in zip(names, out, strict=True):
+        with named(name):
+            rows = [row for row in _rows(folder, name) if "loss" in row]
+            assert [row["step"] for row in rows] == [step for step, _ in expected]
+            assert [row["loss"] for row in rows] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+            assert text.count("finished: bits/byte") == 1
+
+
+def _killed(folder, name, *arguments, rank=None):
+    """Start a run, kill it, or one of its processes, after some steps; returns what it prints and its status."""
+    process = _start(folder, name, *arguments)
+    _wait_for(folder, name, 13)
+    if rank is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(listed.stdout.split()[rank]), signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    run = folder / "runs" / name
+    assert not (run / "result.json").exists()
+    assert checkpoints.newest(run).step >= 10
+    return out, process.returncode
+
+
+RESUMED = {  # by the number of processes: runs that are killed and go on
+    1: {"workers": ["--workers=2"]},
+    2: {"ddp": TWO, "fsdp2": [*TWO, "--strategy=fsdp2", "--workers=2", "--tied"]},
+}
+
+
+@pytest.mark.parametrize("size", RESUMED)
+def test_after_kill_9_every_later_loss_is_that_of_the_uninterrupted_run(tmp_path, size):
+    for name, arguments in RESUMED[size].items():
+        _killed(tmp_path, name, "--dropout=0.2", *arguments)
+    wholes = [_command(f"whole-{name}", "--dropout=0.2", *more) for name, more in RESUMED[size].items()]
+    resumed = [_command(name, "--dropout=0.2", "--resume", *more) for name, more in RESUMED[size].items()]
+    run_all(tmp_path, size, [*wholes, *resumed])
+    for name in RESUMED[size]:
+        assert _rows(tmp_path, name) == _rows(tmp_path, f"whole-{name}")
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path, single):
+    folder, expected = single
+    shutil.copytree(folder / "runs" / "one", tmp_path / "runs" / "one")
+    over = [*TWO, "--sequence-parallel=2"]
+    runs = {
+        "fsdp2": [*TWO, "--strategy=fsdp2", "--accumulate=2", "--recompute"],
+        "sequence": [*over, "--validate-every=8"],
+        "sequence-fsdp2": [*over, "--strategy=fsdp2", "--accumulate=2", "--recompute", "--validate-every=8"],
+    }
+    evaluated = ["eval", "runs/one", "--length", "1", "8", "--sequence-parallel=2"]
+    out = run_all(tmp_path, 2, [*(_command(name, *SHORT, *more) for name, more in runs.items()), evaluated])
+    _equal(tmp_path, runs, expected, out[:-1])
+    validations = [[row["validation"] for row in _rows(tmp_path, name) if "validation" in row] for name in list(runs)[1:]]
+    assert validations[0] == pytest.approx(validations[1], abs=1e-5)
+    before, after = (entry["figures"] for entry in json.loads((tmp_path / "runs" / "one" / "eval.json").read_text()))
+    for length in ("1", "8"):
+        assert after[length] == pytest.approx(before[length], rel=1e-5)
+
+
+def test_four_processes_two_by_two_give_the_losses_of_one_and_end_in_one_line(tmp_path, single):
+    """Where one of four is killed, the others end, one line says how to go on, and --resume goes on exactly."""
+    _, expected = single
+    mesh = ["--devices=4", "--sequence-parallel=2"]
+    out, status = _killed(tmp_path, "killed", *mesh, "--dropout=0.2", rank=1)
+    last = [line for line in out.splitlines() if line][-1]
+    assert status == 2, out
+    assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
+    assert "Traceback" not in out
+    softmax = [*SHORT, "--scheme=rope:attention=softmax"]
+    runs = {
+        "sequence": ["--devices=4", "--sequence-parallel=4"],
+        "mesh": mesh,
+        "mesh-fsdp2": [*mesh, "--strategy=fsdp2"],
+    }
+    rings = {
+        name: [*softmax, "--devices=4", "--sequence-parallel=4", f"--sequence-keys={name}"] for name in ("ring", "zigzag")
+    }
+    rings["gather"] = [*softmax, *mesh]
+    resumed = [_command("whole", *mesh, "--dropout=0.2"), _command("killed", *mesh, "--dropout=0.2", "--resume")]
+    commands = [
+        *(_command(name, *SHORT, *more) for name, more in runs.items()),
+        *(_command(n, *more) for n, more in rings.items()),
+    ]
+    out = run_all(tmp_path, 4, [*commands, *resumed])
+    _equal(tmp_path, runs, expected, out[:3])
+    run_all(tmp_path, 1, [_command("softmax", *softmax)])
+    _equal(tmp_path, rings, [(row["step"], row["loss"]) for row in _rows(tmp_path, "softmax")], out[3:6])
+    assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
 
 
 def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    job |= {"SLURM_NNODES": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    job |= {"SLURM_NNODES": "2", "SLURM_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0"} for rank in "01"]
-    tasks = [_start(tmp_path, "two", "--nodes=2", environment=job | place) for place in places]
+    tasks = [_start(tmp_path, "two", *SHORT, "--nodes=2", environment=job | place) for place in places]
     outs = [_finish(task) for task in tasks]
     assert ["finished" in out for out in outs] == [True, False]
-    assert [row["loss"] for row in _rows(tmp_path, "two")] == pytest.approx([loss for _, loss in single], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--workers=2"], [*TWO], [*TWO, "--workers=2", "--strategy=fsdp2"], [*TWO, "--strategy=fsdp2", "--tied"]],
-    ids=["one", "one-workers", "ddp", "fsdp2-workers", "fsdp2-tied"],
-)
-def test_after_kill_9_every_later_loss_is_that_of_the_uninterrupted_run(tmp_path, arguments):
-    dropout = "--dropout=0.2"
-    _finish(_start(tmp_path, "whole", dropout, *arguments))
-    killed = _start(tmp_path, "killed", dropout, *arguments)
-    _wait_for(tmp_path, "killed", 13)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=60)
-    run = tmp_path / "runs" / "killed"
-    assert not (run / "result.json").exists()
-    assert checkpoints.newest(run).step >= 10
-    _finish(_start(tmp_path, "killed", dropout, "--resume", *arguments))
-    assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
-
-
-def test_a_process_that_is_killed_ends_the_others_in_one_line_and_resume_goes_on_exactly(tmp_path):
-    over = [*TWO, "--sequence-parallel=2", "--dropout=0.2"]
-    _finish(_start(tmp_path, "whole", *over))
-    process = _start(tmp_path, "killed", *over)
-    _wait_for(tmp_path, "killed", 13)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
-    last = [line for line in out.splitlines() if line][-1]
-    assert process.returncode == 2, out
-    assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
-    assert "Traceback" not in out
-    _finish(_start(tmp_path, "killed", "--resume", *over))
-    assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
+    assert [row["loss"] for row in _rows(tmp_path, "two")] == pytest.approx([loss for _, loss in single[1]], abs=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -151,7 +190,7 @@ def test_a_signal_to_two_processes_leaves_a_checkpoint_and_says_how_to_go_on(tmp
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_machine_that_waits_for_another_says_so_and_ends_when_it_is_told_to(tmp_path, number):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "NODE_RANK": "0"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
     process = _start(tmp_path, "alone", "--nodes=2", environment=place)
     line = ""
     while "waiting for 2 nodes" not in line:

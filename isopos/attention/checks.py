@@ -13,13 +13,14 @@ from isopos.deprecation import renamed
 from isopos.exact import broadcast, float64_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
+from isopos.parallel import Shards
 from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
 __all__ += ["check_decay", "check_denominator", "check_feature_map", "check_group", "check_inputs", "check_isometry"]
-__all__ += ["check_leading"]
+__all__ += ["check_leading", "check_ring"]
 __all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
 __all__ += ["check_term", "check_transport"]
 
@@ -168,6 +169,24 @@ def check_group(q: Tensor, k: Tensor, aligned: bool, streams: bool) -> None:
     if not t or not s or (aligned and t != s):
         what = "as many queries as keys, at least one," if aligned else "at least one query and one key"
         raise ValueError(f"group: expected {what} on every process, got {t} and {s}")
+
+
+def check_ring(shards: Shards, linear: bool, phases: bool, dropout: float) -> None:
+    """ValueError if attention cannot run over zig-zag shards, or round a ring."""
+    if shards.zigzag and linear:
+        raise ValueError(
+            "group: expected contiguous shards in linear attention, whose processes have the same work, got zig-zag ones"
+        )
+    if shards.zigzag and phases:
+        raise ValueError(
+            "group: expected contiguous shards beside content-dependent phases, which sum up in the order of tokens, "
+            "got zig-zag ones"
+        )
+    if shards.ring and dropout:
+        raise ValueError(
+            f"dropout: expected 0 round a ring, which computes weights again in the backward pass, got {dropout}; a group "
+            "without Ring has it"
+        )
 
 
 def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, batch: torch.Size) -> None:

@@ -271,6 +271,7 @@ def _shared(
     if known is not None:
         aligned = causal or bool(terms) or any(options.get(name) is not None for name in ("window", "segment_ids"))
         checks.check_group(q, k, aligned, state is not None or streams)
+        checks.check_ring(known, kind is LinearProblem, bool(options.get("phases")), options.get("dropout", 0.0))
         seen = known.total - k.shape[-2] if pairs else seen
     for term in terms:
         checks.check_term(term, q, k, v, batch, seen, key_heads)

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.attention import flex, sharded
+from isopos.attention import flex, ring, sharded
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
+from isopos.attention.pairs import added_to_logits, takes_part
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
-from isopos.exact import cast_down, float64_device, full_precision
+from isopos.exact import full_precision
 from isopos.maps import Identity
 from isopos.ops.library import watched
 from isopos.ops.linear.isolation import broken, finite, joined
@@ -120,6 +121,8 @@ def softmax_attention(
     options |= {"group": group}
     problem = sharded.checked(check_softmax, q, k, v, options, streams=return_state)
     t = problem.q.shape[-2]
+    if problem.shards is not None and ring.serves(problem):
+        return restored(ring.attended(problem), problem).to(q.dtype)
     problem = problem if problem.shards is None else sharded.softmax_problem(problem)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
     out = _isolated(problem)
@@ -135,7 +138,7 @@ def _isolated(problem: SoftmaxProblem) -> Tensor:
         return out
     with torch.no_grad():
         of_queries, of_keys = broken((problem.q,)), broken((problem.k,)) | broken((problem.v,))
-        seen = ((_takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
+        seen = ((takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
     out = out.masked_fill(of_queries[..., None], torch.nan)
     if bool(seen.all()):
         return out
@@ -161,13 +164,13 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         return out
     if problem.window is not None and not problem.terms and locality is None and added is None and _splits(problem):
         return _by_blocks(problem)
-    takes_part = _takes_part(problem)
-    alive = takes_part.any(-1, keepdim=True)
-    bias = takes_part | ~alive  # rows without keys attend to all, for a finite gradient, and are set to zero below
+    part = takes_part(problem)
+    alive = part.any(-1, keepdim=True)
+    bias = part | ~alive  # rows without keys attend to all, for a finite gradient, and are set to zero below
     if not plain or (added is not None and added.is_floating_point()):
         with full_precision(q.device):
-            bias = _bias(problem)
-        bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~takes_part, -torch.inf).masked_fill(~alive, 0)
+            bias = added_to_logits(problem)
+        bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
     if locality is None and not of_values:
         bias = (bias if bias.dtype == torch.bool else bias.to(q.dtype)).expand(*problem.batch, t, s)
@@ -217,41 +220,6 @@ def _by_blocks(problem: SoftmaxProblem) -> Tensor:
         )
         out.append(_attend(part))
     return torch.cat(out, -2)
-
-
-def _takes_part(problem: SoftmaxProblem) -> Tensor:
-    """Mask of keys for each query: bool ``[*b h t s]`` or a shape that broadcasts to it, with all keys."""
-    t, s, ids, added = problem.q.shape[-2], problem.k.shape[-2], problem.segments, problem.attn_mask
-    pairs = problem.causal or problem.window is not None
-    mask = torch.ones(t if pairs else 1, s, dtype=torch.bool, device=problem.q.device)
-    mask = mask.tril(s - t) if problem.causal else mask
-    if problem.window is not None:
-        mask = mask.triu(s - t - problem.window + 1)
-        mask = mask if problem.causal else mask.tril(s - t + problem.window - 1)
-    mask = mask if problem.mask is None else mask & problem.mask[..., None, None, :]
-    if added is not None:
-        mask = mask & (added if added.dtype == torch.bool else added != -torch.inf)
-    if ids is None:
-        return mask
-    of_queries = ids[0][..., ids[0].shape[-1] - t :]
-    return mask & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
-
-
-def _bias(problem: SoftmaxProblem) -> Tensor:
-    """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
-    q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
-    bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
-    if g is not None:
-        difference = g[0][..., :, None] - g[1][..., None, :]
-        bias = difference if problem.causal else -difference.abs()
-    if bias.device != q.device:
-        bias = cast_down(bias, torch.float32, q.device)
-    if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
-        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
-    for term in problem.terms:
-        if term.side != "value":
-            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
-    return bias
 
 
 def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, State]:

@@ -179,7 +179,7 @@ class Trunk(nn.Module, ABC):
     """
 
     causal = False  # whether tokens attend to themselves and earlier tokens only
-    of_every_token = False  # whether the outputs are one for each token
+    in_shards = False  # whether the tokens of a sample may be in several processes
     group: Any = None  # whose processes hold one sequence; see `over`
 
     def __init__(
@@ -221,11 +221,12 @@ class Trunk(nn.Module, ABC):
     def over(self, group: Any) -> Iterator[None]:
         """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
 
-        Shards are contiguous and in the order of ranks. The features of every token are those of the whole sequence, and so
-        are gradients, summed over the processes.
+        Shards are those of `isopos.parallel.cut`: contiguous and in the order of ranks, or zig-zag. The features of every
+        token are those of the whole sequence. Gradients, averaged over the processes, are those of the mean of their losses.
+        A classifier has the same output in all processes.
 
         Args:
-            group: A `ProcessGroup`, or a `DeviceMesh` of one dimension; None for one process.
+            group: A `ProcessGroup`, a `DeviceMesh` of one dimension, or an `isopos.parallel.Ring`; None for one process.
 
         Raises:
             ValueError: For a model that mixes tokens or draws numbers for whole samples outside attention.
@@ -241,8 +242,11 @@ class Trunk(nn.Module, ABC):
     def _check_over(self) -> None:
         """ValueError for a model whose tokens cannot be in several processes."""
         what, embedding = "", self.scheme.embedding
-        if not self.of_every_token:
-            what = f"a Decoder or an Encoder, which have an output of every token, got {type(self).__name__}"
+        if not self.in_shards:
+            what = (
+                "a Decoder, Encoder, Classifier, PairClassifier or Forecaster, whose samples are cut into shards of tokens, "
+            )
+            what += f"got {type(self).__name__}"
         elif any(isinstance(module, BatchNorm) for module in self.modules()):
             what = "norm='layer', which normalises tokens one by one, got 'batch'"
         elif self.training and any(block.stochastic_depth for block in self.blocks):
@@ -271,8 +275,8 @@ class Trunk(nn.Module, ABC):
     ) -> tuple[Tensor, tuple[Arguments, ...]]:
         """Vectors ``[b t m]`` of tokens plus the scheme's embedding, and each layer's arguments of attention."""
         known = None if states is not None else shards(self.group, tokens.shape[1], tokens.device)
-        start = 0 if known is None or positions is not None else known.start
-        positions = sequence(tokens.shape[1], device=tokens.device) + start if positions is None else positions
+        if positions is None:
+            positions = sequence(tokens.shape[1], device=tokens.device) if known is None else known.index[:, None]
         if isinstance(positions, Tensor) and positions.device != tokens.device:
             raise ValueError(f"positions: expected a tensor on {tokens.device} as tokens, got one on {positions.device}")
         x = self.tokens(tokens)

@@ -45,7 +45,7 @@ class Decoder(Trunk):
 
     tokens: nn.Embedding
     causal = True
-    of_every_token = True
+    in_shards = True
 
     def __init__(
         self,

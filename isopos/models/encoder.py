@@ -1,6 +1,6 @@
 """Bidirectional models: logits per token, or logits of classes for a sample or a pair of samples."""
 
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from isopos.catalog import expect
 from isopos.deprecation import renamed_argument
 from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.parallel import shards
 
 __all__ = ["Classifier", "Encoder", "PairClassifier"]
 
@@ -32,7 +33,7 @@ class Encoder(Trunk):
         torch.Size([1, 2, 256])
     """
 
-    of_every_token = True
+    in_shards = True
 
     def __init__(
         self,
@@ -85,6 +86,8 @@ class Classifier(Trunk):
         torch.Size([1, 10])
     """
 
+    in_shards = True
+
     def __init__(
         self,
         vocabulary: int,
@@ -102,7 +105,7 @@ class Classifier(Trunk):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``; the mask is False for padding, see `Encoder.forward`."""
-        return self.head(_pooled(self.features(tokens, positions, mask=mask), mask, self.pooling))
+        return self.head(_pooled(self.features(tokens, positions, mask=mask), mask, self.pooling, self.group))
 
 
 class PairClassifier(Trunk):
@@ -120,6 +123,8 @@ class PairClassifier(Trunk):
         >>> model(torch.randint(256, (3, 2, 10))).shape
         torch.Size([3, 2])
     """
+
+    in_shards = True
 
     def __init__(
         self,
@@ -146,15 +151,24 @@ class PairClassifier(Trunk):
         if positions is not None and positions.ndim > 2:
             positions = positions.flatten(0, 1)
         mask = None if mask is None else mask.flatten(0, 1)
-        pooled = _pooled(self.features(tokens.flatten(0, 1), positions, mask=mask), mask, self.pooling)
+        pooled = _pooled(self.features(tokens.flatten(0, 1), positions, mask=mask), mask, self.pooling, self.group)
         u, v = pooled.unflatten(0, (-1, 2)).unbind(1)
         return self.head(torch.cat((u, v, u * v, u - v), -1))
 
 
-def _pooled(x: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """One vector ``[b m]`` per sample from features ``[b t m]``."""
+def _pooled(x: Tensor, mask: Tensor | None, pooling: str, group: Any = None) -> Tensor:
+    """One vector ``[b m]`` per sample from features ``[b t m]``, which may be those of one shard."""
+    known = shards(group, x.shape[1], x.device)
     if pooling == "first":
-        return x[:, 0]
-    if mask is None:
+        if known is None:
+            return x[:, 0]
+        is_first = torch.tensor(known.rank == 0, device=x.device)  # a condition, so that all processes have a graph
+        return known.add(torch.where(is_first, x[:, 0], 0)).wait()[0]
+    if known is None and mask is None:
         return x.mean(1)
-    return torch.where(mask[..., None], x, 0).sum(1) / mask.sum(1, keepdim=True)
+    total, count = x.sum(1), x.new_full((1,), x.shape[1])
+    if mask is not None:
+        total, count = torch.where(mask[..., None], x, 0).sum(1), mask.sum(1, keepdim=True).to(x.dtype)
+    if known is not None:
+        total, count = known.add(total, count).wait()
+    return total / count

@@ -30,6 +30,8 @@ class Forecaster(Trunk):
         torch.Size([1, 10, 2])
     """
 
+    in_shards = True
+
     def __init__(self, channels: int, model_dim: int, layers: int, scheme: Schemes, **options: Unpack[Options]):
         super().__init__(nn.Linear(2 * channels, model_dim), model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, channels)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.integrations.transformers.attention import ATTENTION, EVALUATED
+from isopos.integrations.transformers.attention import ATTENTION, EVALUATED, GROUP, OVER
 from isopos.integrations.transformers.evaluated import Evaluated, Written, digits_of
 from isopos.integrations.transformers.linear import LinearLayer
+from isopos.parallel import shards
 from isopos.positions import grid, sequence
 
 __all__ = ["OWN", "WINDOW", "of_decay", "of_features", "of_layer", "of_patches", "of_tokens", "of_words"]
@@ -24,7 +25,7 @@ def of_tokens(
     owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...], columns: int
 ) -> Arguments:
     """The arguments of a stack of layers, with its schemes at the positions of tokens."""
-    if owner.config._attn_implementation != ATTENTION:
+    if owner.config._attn_implementation not in (ATTENTION, OVER):
         raise ValueError(
             f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
             f"not know it, got {owner.config._attn_implementation!r}; unpatch(model) first"
@@ -40,8 +41,10 @@ def of_tokens(
     like = owner.get_input_embeddings().weight
     digits = digits_of(x, like.dtype)
     own = getattr(owner, OWN)[0].items()
-    window = getattr(owner, WINDOW, None)
-    made = {name: Evaluated(scheme, x, like, None if name is None else digits, window) for name, scheme in own}
+    window, group = getattr(owner, WINDOW, None), kwargs.get(GROUP)
+    made = {
+        name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in own
+    }
     return args, {**kwargs, EVALUATED: made}
 
 
@@ -92,8 +95,10 @@ def of_words(embeddings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments of BERT's layers with the scheme at the positions of tokens, 0 to t - 1 unless they are given."""
     features, given = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
+    known = shards(kwargs.get(GROUP), features.shape[1], features.device)
     x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
-    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features)}
+    x = x if known is None or given is not None else known.index[None, :, None]
+    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, group=known)}
 
 
 def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -7,15 +7,19 @@ from torch import Tensor, nn
 
 from isopos.attention import softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
-from isopos.integrations.transformers.linear import LinearLayer
+from isopos.integrations.transformers.linear import LinearLayer, mask_of_keys
 
-__all__ = ["ATTENTION", "EVALUATED", "NOT_SERVED", "check_version", "register"]
+__all__ = ["ATTENTION", "EVALUATED", "GROUP", "NOT_SERVED", "OVER", "check_version", "register"]
 
 LEAST = 5  # version of transformers
 ATTENTION = "isopos"
 """The name of our attention, and of its masks."""
 NOT_SERVED = {"softcap": "logits are capped", "s_aux": "the softmax has a sink"}
 """Arguments of a model's attention that ours does not have, and what they mean."""
+OVER = "isopos_over"
+"""The name of our attention over the processes of a group, and of its masks, which are those of padding."""
+GROUP = "sequence_group"
+"""The argument of `attend_over` that names the group."""
 EVALUATED = "evaluated"
 """The argument of `attend` that a patched model gives it."""
 
@@ -37,6 +41,8 @@ def register() -> None:
 
     AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, masked)
+    AttentionInterface.register(OVER, attend_over)
+    AttentionMaskInterface.register(OVER, padding)
 
 
 def masked(**arguments: Any) -> Tensor:
@@ -47,6 +53,52 @@ def masked(**arguments: Any) -> Tensor:
     mask = sdpa_mask(**arguments)
     assert mask is not None
     return mask
+
+
+def padding(attention_mask: Tensor | None = None, **arguments: Any) -> Tensor | None:
+    """Which tokens of this process are no padding, bool ``[b t]``; None if none is."""
+    return attention_mask
+
+
+def attend_over(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    evaluated: Evaluated | LinearLayer | None = None,
+    sequence_group: Any = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a group of queries ``[b h t d]`` and keys ``[b h t d]``, by a scheme or rotated already.
+
+    Returns:
+        ``[b t h d]``, and None where other attentions may have weights.
+
+    Raises:
+        ValueError: For an argument that it does not have.
+    """
+    for name in NOT_SERVED:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise ValueError(f"sliding_window: expected none in attention to later tokens, got {sliding_window}")
+    mask = None if attention_mask is None else attention_mask.bool()
+    if isinstance(evaluated, LinearLayer):
+        return evaluated(query, key, value, mask, scaling, dropout).transpose(1, 2).contiguous(), None
+    options: dict[str, Any] = {"group": sequence_group, "scale": scaling}
+    if evaluated is not None:
+        key, at = evaluated(query, key, attention_mask)
+        scheme = evaluated.scheme
+        own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
+        options = at | own
+    out = softmax_attention(query, key, value, **options, causal=causal, window=sliding_window, mask=mask, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def attend(
@@ -87,7 +139,8 @@ def attend(
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
     if isinstance(evaluated, LinearLayer):
-        out = evaluated(query, key, value, attention_mask, scaling, dropout)
+        keys = mask_of_keys(attention_mask, query.shape[-2])
+        out = evaluated(query, key, value, keys, scaling, dropout)
         return out.transpose(1, 2).contiguous(), None
     key, at = evaluated(query, key, attention_mask)
     scheme = evaluated.scheme

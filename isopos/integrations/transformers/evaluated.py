@@ -72,16 +72,19 @@ class Evaluated:
         like: A tensor of the dtype and on the device that queries are expected to have.
         digits: What a cache keeps behind keys ``[b t n]``; None where there is no cache.
         window: The `Window` of softmax attention beside a scheme of linear attention, or None.
+        group: The processes that hold the sequence; see `isopos.Scheme.at`.
     """
 
-    def __init__(self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None, window: Any = None):
-        self.scheme, self.x, self.digits, self.window = scheme, x, digits, window
+    def __init__(
+        self, scheme: Scheme, x: Tensor, like: Tensor, digits: Tensor | None = None, window: Any = None, group: Any = None
+    ):
+        self.scheme, self.x, self.digits, self.window, self.group = scheme, x, digits, window, group
         self.kept: list[_Kept] = []
         self.learns, self.again = self._learns(), False
         if torch.is_grad_enabled():
             self.kept.append(self._evaluate(_kind(like)))
 
-    def __call__(self, query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Arguments]:
+    def __call__(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Arguments]:
         """Keys without digits, and arguments for them.
 
         Args:
@@ -125,7 +128,7 @@ class Evaluated:
         dtype, device = kind
         x = self.x.to(device)
         if mask is None or written is None:
-            return _Kept(self.scheme.at(x, dtype=dtype), kind, None, None)
+            return _Kept(self.scheme.at(x, group=self.group, dtype=dtype), kind, None, None)
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
         y = torch.where(seen.any(-2).any(-2)[..., None], positions_of(written), x[:, :1])  # a static cache has free slots
         return _Kept(self.scheme.at(x.expand(len(y), -1, -1), y, dtype=dtype), kind, mask, written)

@@ -13,7 +13,7 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
 from isopos.integrations.transformers.states import state_class
 
-__all__ = ["LinearLayer", "Window"]
+__all__ = ["LinearLayer", "Window", "mask_of_keys"]
 
 MASK = (
     "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
@@ -58,21 +58,22 @@ class LinearLayer:
         """The new keys and values as they are: the cache takes what attention makes of them."""
         return keys, values
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, scaling: float | None, dropout: float
+    ) -> Tensor:
         """Attention of new queries ``[b h t d]`` to new keys ``[b h t d]`` and to those of the state: ``[b h t e]``.
 
         Args:
             q: Queries.
             k: Keys.
             v: Values.
-            mask: Which keys each query sees ``[b 1 t s]``, bool, of the state's tokens and the new ones.
+            keys: Which of the new keys are seen ``[b t]``, bool; None if all are.
             scaling: Of the softmax in the window.
             dropout: Probability of dropping a weight in the window.
         """
         scheme, window = self.evaluated.scheme, self.evaluated.window
         at, own, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
-        keys = _mask_of_keys(mask, t)
-        if keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all()):
+        if keys is not None and keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all()):
             keys = None
         options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": own is not None}
         state = {} if own is None else {"state": own.state.stamped(scheme.fingerprint, None)}
@@ -81,7 +82,7 @@ class LinearLayer:
         out = F.layer_norm(out, out.shape[-1:]) if scheme.normalised else out
         near = None if own is None else own.near
         if window is not None:
-            maps = {name: at[name] for name in ("isometry", "transport") if name in at}
+            maps = {name: at[name] for name in ("isometry", "transport", "group") if name in at}
             options |= {"scale": scaling, "window": window.size, "dropout": dropout, "state": near}
             found: Any = softmax_attention(q, k, v, **maps, **options)
             found, near = found if own is not None else (found, None)
@@ -111,8 +112,8 @@ class LinearLayer:
         return layers[index]
 
 
-def _mask_of_keys(mask: Tensor, t: int) -> Tensor:
-    """The last t keys that any query sees ``[b t]``; an error for a mask that no sums have."""
+def mask_of_keys(mask: Tensor, t: int) -> Tensor:
+    """The last t keys that any query sees ``[b t]``, by a mask ``[b 1 t s]``; an error for a mask that no sums have."""
     seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min)[:, 0, :, mask.shape[-1] - t :]
     keys = seen.any(-2)
     expected = keys[:, None] & torch.ones(t, t, dtype=torch.bool, device=mask.device).tril()

@@ -1,8 +1,9 @@
 """`isopos eval`: score the weights of a run again."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -31,18 +32,58 @@ class Options:
     extend: str = ""
     """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope or llama3, with options
     as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all: yarn:factor=16."""
+    device: str = "cpu"  # cpu, cuda, or auto, which takes a GPU if there is one.
+    sequence_parallel: int = 1
+    """Processes that hold each sample together, an equal part of its tokens each: for lengths that no single one could hold.
+    torchrun starts them on several machines, else they start here."""
+    sequence_keys: Literal["gather", "ring", "zigzag"] = "gather"  # How softmax attention sees their keys, as in training.
     other_data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Allow data that changed since the run was trained; part of it may have been seen in training."""
 
 
 def run(options: Options, console: Console) -> int:
-    """Score on the CPU, print a table, and append the figures to eval.json."""
+    """Score, print a table, and append the figures to eval.json."""
+    from isopos.lab.runs import checkpoints
+    from isopos.lab.training.group import run_in_group
+    from isopos.lab.training.run import check_over, usable_device
+
+    device, count = usable_device(options.device), options.sequence_parallel
+    require("sequence_parallel", count, "a number from 1 on", count >= 1)
+    keys = options.sequence_keys
+    require("sequence_keys", keys, "gather without sequence_parallel", count > 1 or keys == "gather")
+    recipe, _ = checkpoints.build_model(Path(options.run))
+    if count == 1:
+        return _member(0, device, options, console)
+    recipe = recipe.edit(sequence_parallel=count, devices=count, nodes=1, accumulate=1, sequence_keys=keys)
+    recipe.check()
+    check_over(recipe)
+    run_in_group(count, device, _member, options)
+    return 0
+
+
+def _member(rank: int, device: str, options: Options, console: Console | None = None) -> int:
+    """Score in one process, of which the first prints and writes."""
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
     recipe, model = checkpoints.build_model(folder)
-    with locked(folder):
+    recipe, model = recipe.edit(device=device), model.to(device)
+    console = console or Console(width=150)
+    console.quiet = rank > 0
+    with locked(folder) if rank == 0 else nullcontext(), _over(options, model):
         return _score(options, console, folder, recipe, model)
+
+
+def _over(options: Options, model: Any) -> Any:
+    """The context in which a model's samples are in the processes of the default group, if there are several."""
+    if options.sequence_parallel == 1:
+        return nullcontext()
+    import torch.distributed as dist
+
+    from isopos.parallel import Ring
+
+    group, keys = dist.group.WORLD, options.sequence_keys
+    return model.over(group if keys == "gather" else Ring(group, zigzag=keys == "zigzag"))
 
 
 def _score(options: Options, console: Console, folder: Path, recipe: Recipe, model: Any) -> int:
@@ -72,6 +113,8 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
         figures[str(view.multiple)] = dict(scored.figures) or None
+    if console.quiet:
+        return 0
     path = folder / "eval.json"
     earlier = read_json(path, list[dict], "remove it, and the figures are written again") if path.exists() else []
     entry: dict[str, Any] = {"weights": source, "step": step}

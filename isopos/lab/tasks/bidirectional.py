@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View
+from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +32,10 @@ class Bidirectional(PositionedTask):
 
     def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length
+
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        ranks = recipe.training.sequence_parallel
+        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Encoder", self.vocabulary)
@@ -61,6 +65,12 @@ class RandomTokens(Data):
         (tokens,) = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
+    def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
+        return (cut(batch[0], 1),)
+
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        batch = (tokens.to(recipe.training.device) for tokens in self.batch(recipe, 0))
-        return Scored({"loss": self.loss(model, *batch).item()})
+        from isopos.parallel import summed
+
+        batch = tuple(tokens.to(recipe.training.device) for tokens in self.batch(recipe, 0))
+        loss, count = summed(model.group, batch[0].device, self.loss(model, *self.part(model, batch)).item(), 1)
+        return Scored({"loss": loss / count})

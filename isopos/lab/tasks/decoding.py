@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isopos.deprecation import renamed
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
+from isopos.parallel import cut, summed
 
 __all__ = ["perplexity", "pieces", "sample_tokens", "tokens_at_once", "unscorable"]
 
@@ -39,8 +41,9 @@ def perplexity(
     Without `scored` windows do not overlap, and every token except the first is scored. With `scored` only the last tokens
     of each window are: windows overlap, so that all scored tokens have ``length - scored`` tokens before them.
     PermuteFormer (section 4.2.1) scores the last 256 of 512; LRPE does not say. Long windows run as streams in pieces of
-    at most 4096 tokens, with the same result in less memory. Bits per byte use the mean bytes per token of the whole split.
-    The model must be in evaluation mode. `limit` is the largest number of tokens of the split that are read.
+    at most 4096 tokens, with the same result in less memory. Over a group each process has its shard of every window. Bits
+    per byte use the mean bytes per token of the whole split. The model must be in evaluation mode. `limit` is the largest
+    number of tokens of the split that are read.
 
     Raises:
         ValueError: If the scheme has no positions for `length`, the split has no window, the vocabularies differ, or
@@ -56,13 +59,13 @@ def perplexity(
             "the text with the tokenizer that was saved beside the model"
         )
     piece = tokens_at_once(model, length)
-    device = model.tokens.weight.device
+    device, nats_of = model.tokens.weight.device, _nats if model.group is None else _nats_of_shard
     total, count = 0.0, 0
     with torch.no_grad():
         for tokens, targets in corpus.windows(length, limit, max(1, piece // length), split, scored):
-            total += _nats(model, tokens.to(device), targets.to(device), piece)
+            total += nats_of(model, tokens.to(device), targets.to(device), piece)
             count += targets.numel()
-    nats = total / count
+    nats = summed(model.group, device, total)[0] / count
     bits = nats / math.log(2) / corpus.bytes_per_token(split)
     return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.exp(nats) if nats < 700 else math.inf}
 
@@ -100,6 +103,15 @@ def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
         now = targets[:, max(0, start - begin) : max(0, start + piece - begin)]
         total += model.loss(x, now).item() * now.numel() if now.numel() else 0.0
     return total
+
+
+def _nats_of_shard(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
+    """The part of `_nats` that is of the tokens of this process; logits are computed for a piece at a time."""
+    whole = F.pad(targets, (tokens.shape[1] - targets.shape[1], 0), value=-1)
+    x, own = model.features(cut(tokens, model.group), None, causal=True), cut(whole, model.group)
+    x, own = x[own >= 0], own[own >= 0]
+    parts = zip(x.split(piece), own.split(piece), strict=True)
+    return sum(model.loss(part[None], now[None]).item() * len(now) for part, now in parts if len(now))
 
 
 def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, require
+from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,6 +75,10 @@ class TextTask(PositionedTask):
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
         return repeated_positions(recipe, scheme, self.reach)
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        ranks = recipe.training.sequence_parallel
+        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
+
     def corpus(self, console: "Console | None", run: Path | None) -> "Corpus":
         """The text as tokens of a new tokenizer, or of the tokenizer of a run."""
         from isopos.lab.data import corpora
@@ -119,11 +123,6 @@ class Language(TextTask):
             raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
         self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # the scheme does not depend on them
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        ranks, depth = recipe.training.sequence_parallel, recipe.model.stochastic_depth
-        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
-        require("stochastic_depth", depth, "0 with sequence_parallel, whose devices draw differently", depth == 0)
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Decoder", self.vocabulary or 256, cutoffs=self.cutoffs, tied=self.tied)
@@ -171,7 +170,7 @@ class Text(Windows):
     """A corpus for predicting the next token."""
 
     task: Language
-    calls = ("advance", "loss")  # by which long windows are evaluated
+    calls = ("advance", "features", "loss")  # by which long windows are evaluated
 
     def infer(self, recipe: Recipe) -> Recipe:
         import torch
@@ -187,8 +186,8 @@ class Text(Windows):
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         return self.corpus.batch(recipe.seed, step, recipe.training.batch, self.task.length, rank, ranks)
 
-    def shard(self, batch: "tuple[Tensor, ...]", rank: int, ranks: int) -> "tuple[Tensor, ...]":
-        return tuple(rows.tensor_split(ranks, 1)[rank] for rows in batch)
+    def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
+        return tuple(cut(rows, 1) for rows in batch)
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         tokens, targets = batch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.tasks.language import TextTask, Windows
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, require
+from isopos.lab.tasks.task import Cut, Metric, Recipe, Scored, View, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,14 +82,35 @@ class MaskedText(Windows):
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
 
+        tokens, places, targets, *share = batch
+        logits = model(tokens, indices=places).flatten(0, 1)
+        if not share:
+            return F.cross_entropy(logits, targets.flatten())
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") * share[0].to(logits.dtype)
+
+    def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, chosen places in the shard, their targets ``[b m]`` (-100: none), and the weight of a target.
+
+        m is the largest number of places of a row, at least 1.
+        """
+        import torch
+
         tokens, places, targets = batch
-        return F.cross_entropy(model(tokens, indices=places).flatten(0, 1), targets.flatten())
+        index = cut(torch.arange(tokens.shape[1], device=tokens.device), 0)
+        local = torch.full((tokens.shape[1],), -1, device=tokens.device)
+        local[index] = torch.arange(len(index), device=tokens.device)
+        own = local[places]
+        first = (own < 0).long().argsort(dim=1, stable=True)[:, : max(1, int((own >= 0).sum(1).max()))]
+        own, targets = own.gather(1, first), targets.gather(1, first)
+        share = torch.tensor(ranks / places.numel(), dtype=torch.float64, device=tokens.device)
+        return cut(tokens, 1), own.clamp_min(0), targets.masked_fill(own < 0, -100), share
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Scores of disjoint windows; the number of a window is the seed of its mask. A shorter last one is not read."""
         from torch.nn import functional as F
 
         from isopos.lab.tasks.decoding import tokens_at_once, unscorable
+        from isopos.parallel import summed
 
         length, limit = view.multiple * self.task.length, self.limit(view)
         if reason := unscorable(model, self.corpus, length, view.split, limit):
@@ -102,8 +123,11 @@ class MaskedText(Windows):
             logits, targets, _ = self._answers(model, view.split, length, numbers)
             nats += F.cross_entropy(logits, targets, reduction="sum").item()
             right += int((logits.argmax(-1) == targets).sum())
-            count += len(targets)
-        return Scored({"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": count})
+            count += int((targets >= 0).sum())
+        nats, right, count = summed(model.group, next(model.parameters()).device, nats, right, count)
+        return Scored(
+            {"loss": nats / count, "accuracy": right / count, "bits": nats / count / math.log(2), "tokens": int(count)}
+        )
 
     def examples(self, model: Any, recipe: Recipe, count: int) -> list[dict[str, Any]]:
         """Held-out windows with masks, the original text, and the text with predictions."""
@@ -123,7 +147,8 @@ class MaskedText(Windows):
         """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows by number; their masked tokens and places."""
         text, device = self.corpus.split(split), next(model.parameters()).device
         tokens = np.stack([text[n * length : (n + 1) * length] for n in numbers]).astype(np.int64)
-        masked, places, targets = (a.to(device) for a in self._masked(tokens, ((n,) for n in numbers)))
+        batch = tuple(a.to(device) for a in self._masked(tokens, ((n,) for n in numbers)))
+        masked, places, targets, *_ = self.part(model, batch)
         return model(masked, indices=places).flatten(0, 1), targets.flatten(), (masked, places)
 
     def _masked(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":

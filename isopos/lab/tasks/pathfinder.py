@@ -59,6 +59,9 @@ class Pathfinder(PositionedTask):
     def fits(self) -> dict[str, object]:
         return {"length": self.side**2, "reach": self.side**2}
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        """Samples are cut into shards, whatever their length."""
+
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", GREYS, 2)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.data.labelled import similar_classes
-from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, View, evaluation, require
+from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,9 +202,19 @@ class Labelled(Samples):
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
         """A model's logits ``[b classes]`` in evaluation mode, and the right answers ``[b]``."""
-        *sample, answers = self.on_device(model, recipe, split, rows)
+        *sample, answers = self.part(model, tuple(self.on_device(model, recipe, split, rows)))
         with evaluation(model):
             return model(*sample), answers
+
+    def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]`` or ``[b 2 t]``, positions ``[t c]`` or ``[b t c]``, and perhaps a mask, cut; and all answers."""
+        tokens, positions, *mask, answers = batch
+        if tokens.shape[-1] < 2 * ranks:  # so that no shard is empty
+            raise ValueError(
+                f"sequence_parallel: expected samples of at least {2 * ranks} tokens for {ranks} processes, got a batch "
+                f"whose longest has {tokens.shape[-1]}"
+            )
+        return cut(tokens, -1), cut(positions, -2), *(cut(own, -1) for own in mask), answers
 
     def guesses(self, model: Any, recipe: Recipe, count: int) -> list[tuple[int, int, int]]:
         """Row, right class and the model's class of a few validation samples, evenly spread."""

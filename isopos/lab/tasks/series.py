@@ -12,7 +12,7 @@ import numpy as np
 from isopos.deprecation import renamed
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation, require
+from isopos.lab.tasks.task import Cut, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,6 +106,11 @@ class Forecast(PositionedTask):
         numbers = not on_clock and on_line != "real" and self.positions == "time"
         return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        """Rows are cut into shards."""
+        ranks, rows = recipe.training.sequence_parallel, self.context + self.horizon
+        require("context", self.context, f"with the horizon at least {2 * ranks} rows", rows >= 2 * ranks)
+
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Forecaster", self.channels or 1)
 
@@ -181,11 +186,20 @@ class ForecastSamples(Samples):
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         """The mean over forecasts of the mean squared error of their known values."""
-        values, positions, answers = batch
+        values, positions, answers, *counts = batch
         known = ~answers.isnan()
         errors = model(values, positions)[:, -answers.shape[1] :] - answers.where(known, 0)
         sums = (errors.square() * known).flatten(1).sum(1)
-        return (sums / known.flatten(1).sum(1).clamp_min(1)).mean()
+        return (sums / (counts[0].to(sums.dtype) if counts else known.flatten(1).sum(1).clamp_min(1))).mean()
+
+    def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
+        """Values, positions and answers of all rows, NaN where there is none, cut; and counts by which sums are divided."""
+        import torch
+
+        values, positions, answers = batch
+        counts = (~answers.isnan()).flatten(1).sum(1).clamp_min(1).double() / ranks
+        unknown = values.new_full((len(values), values.shape[1] - answers.shape[1], answers.shape[2]), torch.nan)
+        return cut(values, 1), cut(positions, -2), cut(torch.cat((unknown, answers), 1), 1), counts
 
     def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Errors of standardised values; "naive": their ratio to the naive forecast's; and the number of "values"."""
@@ -204,9 +218,12 @@ class ForecastSamples(Samples):
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The forecasts of a model in evaluation mode and the true values, ``[n horizon c]``, of samples of a split."""
+        from isopos.parallel import joined
+
         values, positions, answers = self.on_device(model, recipe, split, rows)
+        own = self.part(model, (values, positions, answers))
         with evaluation(model):
-            forecasts = model(values, positions)[:, self.task.context :]
+            forecasts = joined(model(*own[:2]), model.group)[:, self.task.context :]
         return forecasts.cpu().double().numpy(), answers.cpu().double().numpy()
 
     def naive(self, begins: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ used, and nothing here imports torch, so that help is instant.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -46,7 +46,17 @@ __all__ = [
 __getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
-PLACEMENT = ("device", "devices", "nodes", "strategy", "sequence_parallel", "workers", "logger", "save_every")
+PLACEMENT = (
+    "device",
+    "devices",
+    "nodes",
+    "strategy",
+    "sequence_parallel",
+    "sequence_keys",
+    "workers",
+    "logger",
+    "save_every",
+)
 """Fields that determine where and how a run is computed: they may change when it is resumed."""
 LIMITS = (
     ("seed", 0, 2**63 - 1),
@@ -147,6 +157,9 @@ class Metric:
         return "-" if value is None else format(value, self.style)
 
 
+Cut = Callable[[Any, int], Any]  # a tensor and its axis of tokens; the tokens of this process
+
+
 @dataclass(frozen=True)
 class Scored:
     """Figures by name; or no figures, and the reason why the scheme or the data has none for a view."""
@@ -204,7 +217,7 @@ class Task(ABC):
         """ValueError unless several processes can hold one sample together, by `Data.shard`; by default they cannot."""
         raise ValueError(
             f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of tokens, "
-            f"got {recipe.training.sequence_parallel}; language has"
+            f"got {recipe.training.sequence_parallel}; language, masked, classes and series have"
         )
 
     def origin(self, recipe: "Recipe") -> Path | None:
@@ -295,9 +308,23 @@ class Data(ABC):
     def batch(self, recipe: "Recipe", step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """A rank's share of the batch of a step: a function of (seed, step, rank). All shares together are the batch."""
 
-    def shard(self, batch: "tuple[Tensor, ...]", rank: int, ranks: int) -> "tuple[Tensor, ...]":
-        """One of equal shards of the tokens of a batch. The losses of all have as their mean the loss of the batch."""
+    def shard(self, batch: "tuple[Tensor, ...]", cut: "Cut", ranks: int) -> "tuple[Tensor, ...]":
+        """This process's shard of the tokens of a batch. The mean of the losses of all shards is the loss of the batch.
+
+        Args:
+            batch: As `batch` returns it.
+            cut: A function of a tensor and its axis of tokens, which takes the tokens of this process.
+            ranks: Number of shards.
+        """
         raise NotImplementedError("a task that passes check_sequence_parallel cuts its batches")
+
+    def part(self, model: Any, batch: "tuple[Tensor, ...]") -> "tuple[Tensor, ...]":
+        """The batch, or this process's shard of it while the model is over a group (`isopos.models.blocks.Trunk.over`)."""
+        if (group := getattr(model, "group", None)) is None:
+            return batch
+        from isopos.parallel import Shards, cut
+
+        return self.shard(batch, lambda x, axis: cut(x, group, axis), Shards(group, 0, batch[0].device).size)
 
     @abstractmethod
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
@@ -361,6 +388,9 @@ class Training:
     nodes: int = 1  # Number of machines, which share the file system of the run's folder.
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # With several devices: replicated or sharded weights.
     sequence_parallel: int = 1  # Devices that hold one sequence together, each an equal part of its tokens.
+    sequence_keys: Literal["gather", "ring", "zigzag"] = "gather"
+    """How softmax attention sees the keys of these devices: all at once; one device's at a time; or so with two pieces of
+    the sequence on each device, which balances causal attention."""
 
     @property
     def shares(self) -> int:
@@ -481,6 +511,12 @@ class Recipe:
         require("sequence_parallel", ranks, f"a divisor of devices * nodes = {world}", world % ranks == 0)
         if ranks > 1:
             self.task.check_sequence_parallel(self)
+            require("stochastic_depth", m.stochastic_depth, "0 with sequence_parallel", m.stochastic_depth == 0)
+            require("norm", m.norm, "layer with sequence_parallel", m.norm == "layer")
+            ring = t.sequence_keys != "gather" and m.attention_dropout > 0
+            require("attention_dropout", m.attention_dropout, f"0 with sequence_keys = {t.sequence_keys}", not ring)
+        else:
+            require("sequence_keys", t.sequence_keys, "gather without sequence_parallel", t.sequence_keys == "gather")
         parts, per = t.accumulate * t.shares, "" if ranks == 1 else " / sequence_parallel"
         require("batch", t.batch, f"a multiple of accumulate * devices * nodes{per} = {parts}", t.batch % parts == 0)
         if t.validate_every and not t.save_every:

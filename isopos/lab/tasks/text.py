@@ -65,6 +65,9 @@ class TextClasses(PositionedTask):
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
         return super().check(recipe)
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        """Samples are cut into shards, whatever their length."""
+
     def model(self, recipe: Recipe) -> Any:
         kind = "PairClassifier" if self.pairs == "towers" else "Classifier"
         return self.build(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)

@@ -61,6 +61,9 @@ class TreeClasses(PositionedTask):
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        """Samples are cut into shards, whatever their length."""
+
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", self.vocabulary or 256, self.classes or 2)
 

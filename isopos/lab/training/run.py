@@ -20,10 +20,12 @@ from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, check_same_recipe, create, fingerprint, read_rows
 from isopos.lab.runs.locks import locked
+from isopos.lab.tasks.attentions import BASELINES
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Data
 from isopos.lab.timing import interleave
 from isopos.lab.training import OnStep
+from isopos.models import PerLayer
 from isopos.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -61,9 +63,30 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if t.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("logger: expected tensorboard, which is not installed: pip install tensorboard, or choose csv")
     notes = list(recipe.task.check(recipe))
+    if t.sequence_parallel > 1:
+        check_over(recipe)
     if recipe.model.attention_dropout and build_scheme(recipe).attention == "linear":
         notes.append(f"{recipe.scheme}: its linear attention forms no weights for attention_dropout to drop")
     return recipe, notes
+
+
+def check_over(recipe: Recipe) -> None:
+    """ValueError for a scheme whose attention cannot run over a group of processes."""
+    scheme, t = build_scheme(recipe), recipe.training
+    if scheme.choices["attention"] in BASELINES:
+        raise ValueError(
+            f"sequence_parallel: expected linear or softmax attention, got {scheme.choices['attention']}, which one process "
+            "computes"
+        )
+    each = scheme.each if isinstance(scheme, PerLayer) else (scheme,)
+    ordered = [
+        part for part in each if part.attention == "linear" or part.phases or part.group.refers_to_rows or part.outside
+    ]
+    if t.sequence_keys == "zigzag" and ordered:
+        raise ValueError(
+            "sequence_keys: expected gather or ring for linear attention, trees, class tokens and content-dependent phases, "
+            "which need contiguous shards, got zigzag"
+        )
 
 
 def train(

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
@@ -36,6 +37,7 @@ from isopos.lab.runs.files import damaged
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
+from isopos.parallel import Ring
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -127,7 +129,9 @@ class _Training(LightningModule):
         ranks = self.settings.sequence_parallel
         if ranks > 1 and self.group is None:
             shape, names = (self.settings.shares, ranks), ("data", "sequence")
-            self.group = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["sequence"].get_group()
+            group = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["sequence"].get_group()
+            keys = self.settings.sequence_keys
+            self.group = group if keys == "gather" else Ring(group, zigzag=keys == "zigzag")
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:  # FSDP2
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
@@ -178,12 +182,8 @@ class _Training(LightningModule):
         step, part, *samples = batch
         torch.manual_seed(dropout_seed(self.recipe.seed, step, self.global_rank, part))
         self._optimizer.param_groups[0]["lr"] = self.settings.learning_rate * learning_rate_factor(self.settings, step)
-        if self.group is None:
-            loss = self.data.loss(self.model, *samples)
-        else:
-            ranks = self.settings.sequence_parallel
-            with self.model.over(self.group):
-                loss = self.data.loss(self.model, *self.data.shard(tuple(samples), self.global_rank % ranks, ranks))
+        with self._over():
+            loss = self.data.loss(self.model, *self.data.part(self.model, tuple(samples)))
         self.losses.append(loss.detach().double())
         self.step = step
         return loss
@@ -229,8 +229,13 @@ class _Training(LightningModule):
         done = (self.step - self.first) * self.recipe.task.size(self.recipe)
         return done / (time.perf_counter() - self.start)
 
+    def _over(self) -> Any:
+        """The context in which the tokens of a sample are in the processes of a group, if there is one."""
+        return nullcontext() if self.group is None else self.model.over(self.group)
+
     def _validate(self) -> float | None:
-        value = _number(self.data.evaluate(self.model, self.recipe, (self.metric,))[self.metric.title])
+        with self._over():
+            value = _number(self.data.evaluate(self.model, self.recipe, (self.metric,))[self.metric.title])
         self._record({"step": self.step, "validation": value})
         return value
 

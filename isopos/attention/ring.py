@@ -1,0 +1,363 @@
+"""Softmax attention of one sequence round a ring of processes: keys and values of one other process at a time.
+
+At hop n a process receives the keys of the process n places before it, while it attends to those of hop n - 1. Over the keys
+of each hop there is an output o_b and the logarithm l_b of the sum of its weights; all together they give
+
+    l = log sum_b exp(l_b),    o = sum_b exp(l_b - l) o_b.
+
+The backward pass fetches the keys again and computes o_b and l_b again, whose gradients are
+
+    exp(l_b - l) do    and    exp(l_b - l) <do, o_b - o>,
+
+and returns those of keys to their process. Logits are formed for some queries and some keys at a time. Keys that no query of
+the receiving process sees are not sent, and pairs that are all masked are not computed, so that with zig-zag shards all
+processes have the same work in causal attention.
+
+References:
+    Ring attention with blockwise transformers (Liu, Zaharia, Abbeel 2023), https://arxiv.org/abs/2310.01889
+    Striped attention (Brandon et al. 2023), https://arxiv.org/abs/2311.09431, of which zig-zag shards are a variant
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.attention.pairs import added_to_logits, takes_part
+from isopos.attention.problem import SoftmaxProblem
+from isopos.exact import full_precision, once
+from isopos.maps import Identity
+from isopos.ops.linear.isolation import broken, finite
+from isopos.parallel import Shards, Traffic, traffic_now
+from isopos.terms import Numbers
+
+__all__ = ["attended", "serves"]
+
+KEYS, LOGITS = 2048, 1 << 22  # largest number of keys, and of logits, at a time
+
+Piece = tuple[int, int]  # first index in the sequence, and last + 1
+
+
+def serves(problem: SoftmaxProblem) -> bool:
+    """Whether a ring serves a shard. Windows of contiguous shards only need the keys next to them."""
+    shards = problem.shards
+    assert shards is not None
+    pairs = bool(problem.terms) or problem.locality is not None or problem.attn_mask is not None
+    return shards.ring and (shards.zigzag or pairs or problem.window is None)
+
+
+def attended(problem: SoftmaxProblem) -> Tensor:
+    """The output of a shard's queries."""
+    shards, traffic = problem.shards, traffic_now()
+    assert shards is not None
+    kept, moved = _kept(problem), _moved(problem)
+    tensors = [*(x.tensor for x in kept.values()), *(x.movedim(axis, 0) for x, axis in moved.values())]
+    blank = problem.q.new_empty(0)
+    terms = tuple(replace(term, table=term.table.detach()) for term in problem.terms)
+    problem = replace(problem, q=blank, k=blank, v=blank, rho_q=Identity(), rho_k=Identity(), terms=terms)
+    axes = {name: axis for name, (_, axis) in moved.items()}
+    plan = _Plan(problem, shards, {name: x._replace(tensor=blank) for name, x in kept.items()}, axes, traffic)
+    with full_precision(tensors[0].device):
+        return _Attend.apply(plan, *tensors)  # pyright: ignore[reportReturnType]
+
+
+class _Kept(NamedTuple):
+    """A tensor that stays in its process, and its axes of queries and of all keys, if it has them."""
+
+    tensor: Tensor
+    rows: int | None = None
+    columns: int | None = None
+
+    def part(self, x: Tensor, rows: slice, columns: slice) -> Tensor:
+        """The part of x, a tensor as this one, for some queries and keys."""
+        x = x if self.rows is None else x[(..., rows, *(slice(None),) * (-1 - self.rows))]
+        return x if self.columns is None else x[..., columns]
+
+
+def _kept(problem: SoftmaxProblem) -> dict[str, _Kept]:
+    """What stays, by name: queries, their decay and segments, and what belongs to pairs."""
+    assert problem.shards is not None
+    t, found = problem.q.shape[-2], {"q": _Kept(problem.rho_q(problem.q), -2)}
+    if any(term.side == "query" for term in problem.terms):
+        found["raw_q"] = _Kept(problem.q, -2)
+    if problem.decay is not None:
+        found["decay"] = _Kept(problem.decay[0], -1)
+    if problem.segments is not None:
+        found["segments"] = _Kept(problem.segments[0][..., -t:], -1)
+    for name, x in (("locality", problem.locality), ("attn_mask", problem.attn_mask)):
+        if x is not None:
+            found[name] = _Kept(x.expand(*x.shape[:-2], t, problem.shards.total), -2, -1)
+    for n, term in enumerate(problem.terms):
+        found[f"table{n}"] = _Kept(term.table, -2, -1) if isinstance(term, Numbers) else _Kept(term.table)
+    return found
+
+
+def _moved(problem: SoftmaxProblem) -> dict[str, tuple[Tensor, int]]:
+    """What goes round, by name, and its axis of keys."""
+    found = {"k": (problem.rho_k(problem.k), -2), "v": (problem.v, -2)}
+    if any(term.side == "key" for term in problem.terms):
+        found["raw_k"] = problem.k, -2
+    if problem.decay is not None:
+        found["decay"] = problem.decay[1], -1
+    if problem.segments is not None:
+        found["segments"] = problem.segments[1], -1
+    if problem.mask is not None:
+        found["mask"] = problem.mask, -1
+    return found
+
+
+class _Block(NamedTuple):
+    """Keys of one process: `tensors` ``[n ...]`` with the tokens of pieces of the sequence."""
+
+    source: int
+    pieces: list[Piece]
+    tensors: Sequence[Tensor]
+
+
+class _Unit(NamedTuple):
+    """Some queries and some keys: slices of this process's queries and of a block's keys, and their pieces."""
+
+    rows: slice
+    keys: slice
+    of_rows: Piece
+    of_keys: Piece
+
+
+@dataclass(eq=False)
+class _Plan:
+    """Attention of one shard: which keys come, and which pairs are computed."""
+
+    problem: SoftmaxProblem
+    shards: Shards
+    kept: dict[str, _Kept]
+    axes: dict[str, int]
+    traffic: Traffic | None
+
+    def sees(self, queries: Piece, keys: Piece) -> bool:
+        """Whether some query of a piece sees some key of another, from indices alone."""
+        window, causal = self.problem.window, self.problem.causal
+        if queries[0] == queries[1] or keys[0] == keys[1] or (causal and keys[0] >= queries[1]):
+            return False
+        return window is None or (keys[1] > queries[0] - window + 1 and keys[0] < queries[1] + window - 1)
+
+    def needed(self, rank: int, source: int) -> list[int]:
+        """Which pieces of a process another one needs."""
+        pieces = self.shards.pieces
+        return [n for n, keys in enumerate(pieces[source]) if any(self.sees(queries, keys) for queries in pieces[rank])]
+
+    def hops(self) -> list[int]:
+        """The distances in the ring at which some process needs keys."""
+        size = self.shards.size
+        return [hop for hop in range(1, size) if any(self.needed(rank, (rank - hop) % size) for rank in range(size))]
+
+    def blocks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, _Block]]:
+        """The keys that this process needs and the hop at which they come, its own first; the next ones are under way."""
+        shards, hops, like = self.shards, self.hops(), tensors
+        own = shards.pieces[shards.rank]
+
+        def start(hop: int) -> Any:
+            source = (shards.rank - hop) % shards.size
+            rows = self.local(own, self.needed((shards.rank + hop) % shards.size, shards.rank))
+            pieces = [shards.pieces[source][n] for n in self.needed(shards.rank, source)]
+            sent = [torch.cat([x[part] for part in rows]) if rows else x[:0] for x in like]
+            return source, pieces, shards.pass_on(sent, hop, sum(b - a for a, b in pieces), self.traffic)
+
+        pending = [start(hop) for hop in hops[:1]]
+        yield 0, _Block(shards.rank, list(own), tensors)
+        for n, hop in enumerate(hops):
+            source, pieces, wait = pending.pop()
+            block = _Block(source, pieces, wait())
+            pending = [start(later) for later in hops[n + 1 : n + 2]]
+            yield hop, block
+
+    def local(self, pieces: Sequence[Piece], chosen: Sequence[int]) -> list[slice]:
+        """Slices of the tokens of a process with the chosen ones of its pieces."""
+        ends = [sum(b - a for a, b in pieces[:n]) for n in range(len(pieces) + 1)]
+        return [slice(ends[n], ends[n + 1]) for n in chosen]
+
+    def units(self, block: _Block, batch: int) -> Iterator[_Unit]:
+        """The parts of this process's queries and a block's keys in which there are pairs to compute."""
+        own = self.shards.pieces[self.shards.rank]
+        every = zip(self.local(own, range(len(own))), own, strict=True)
+        keys = list(zip(self.local(block.pieces, range(len(block.pieces))), block.pieces, strict=True))
+        for rows, queries in every:
+            for part, piece in keys:
+                for first in range(*piece, KEYS):
+                    last = min(first + KEYS, piece[1])
+                    size = max(16, LOGITS // (batch * (last - first)))
+                    for start in range(*queries, size):
+                        stop = min(start + size, queries[1])
+                        if self.sees((start, stop), (first, last)):
+                            a, b = rows.start - queries[0], part.start - piece[0]
+                            yield _Unit(slice(a + start, a + stop), slice(b + first, b + last), (start, stop), (first, last))
+
+    def compute(self, unit: _Unit, kept: dict[str, Tensor], moved: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The output of a unit's queries over its keys, and the logarithm of the sum of their weights."""
+        problem, wide = self.problem, kept["q"].dtype
+        q, k, v = kept["q"], moved["k"], moved["v"]
+        bad_q, bad_k = (None if finite(x) and finite(y) else broken((x,)) | broken((y,)) for x, y in ((q, q), (k, v)))
+        q = q if bad_q is None else torch.where(bad_q[..., None], 0, q)
+        k, v = (x if bad_k is None else torch.where(bad_k[..., None], 0, x) for x in (k, v))
+        part = self.of_unit(unit, kept, moved)
+        allowed = _visible(unit, problem.causal, problem.window, q.device)
+        allowed = takes_part(part) if allowed is None else takes_part(part) & allowed
+        logits = problem.scale * q @ k.mT
+        if "locality" in kept:
+            logits = logits * kept["locality"].unsqueeze(-3).to(wide)
+        added = added_to_logits(part).to(wide).clamp_min(torch.finfo(wide).min)
+        logits = (logits + added).masked_fill(~allowed, -torch.inf)
+        most = logits.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+        weight = (logits - most).exp()
+        total = weight.sum(-1, keepdim=True)
+        alive = total > 0
+        total = torch.where(alive, total, 1)
+        out = sum((term.values(weight) for term in part.terms if term.side == "value"), weight @ v) / total
+        if bad_q is not None or bad_k is not None:
+            seen = out.new_zeros(out.shape[:-1], dtype=torch.bool) if bad_q is None else bad_q.expand(out.shape[:-1])
+            seen = seen if bad_k is None else seen | (allowed & bad_k.unsqueeze(-2)).any(-1)
+            out = out.masked_fill(seen[..., None], torch.nan)
+        return out, torch.where(alive, most + total.log(), -torch.inf)[..., 0]
+
+    def of_unit(self, unit: _Unit, kept: dict[str, Tensor], moved: dict[str, Tensor]) -> SoftmaxProblem:
+        """The problem of a unit, without what indices alone decide."""
+        rows, columns = unit.rows, slice(*unit.of_keys)
+        terms = [
+            replace(term if isinstance(term, Numbers) else term.part(rows, columns), table=kept[f"table{n}"])
+            for n, term in enumerate(self.problem.terms)
+        ]
+        return replace(
+            self.problem,
+            q=kept.get("raw_q", kept["q"]),
+            k=moved.get("raw_k", moved["k"]),
+            v=moved["v"],
+            terms=tuple(terms),
+            decay=None if self.problem.decay is None else (kept["decay"], moved["decay"]),
+            segments=None if self.problem.segments is None else (kept["segments"], moved["segments"]),
+            mask=moved.get("mask"),
+            attn_mask=kept.get("attn_mask"),
+            causal=False,
+            window=None,
+        )
+
+    def parts(
+        self, unit: _Unit, kept: Sequence[Tensor], moved: Sequence[Tensor], wide: torch.dtype
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors of a unit, of queries and of keys, in the dtype of the sums."""
+        rows, columns = unit.rows, slice(*unit.of_keys)
+        own = {name: like.part(x, rows, columns) for (name, like), x in zip(self.kept.items(), kept, strict=True)}
+        keys = {name: x[unit.keys].movedim(0, axis) for (name, axis), x in zip(self.axes.items(), moved, strict=True)}
+        return {name: _widened(x, wide) for name, x in own.items()}, {name: _widened(x, wide) for name, x in keys.items()}
+
+
+def _widened(x: Tensor, wide: torch.dtype) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, wide)) if x.is_floating_point() else x
+
+
+def _visible(unit: _Unit, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys of a unit its queries may see by their indices: bool ``[t s]``; None for all."""
+    (start, stop), (first, last) = unit.of_rows, unit.of_keys
+    below = not causal or last <= start + 1
+    near = window is None or max(stop - 1 - first, last - 1 - start) < window
+    if below and near:
+        return None
+    offset = torch.arange(first, last, device=device) - torch.arange(start, stop, device=device)[:, None]
+    part = offset <= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
+    return part if window is None else part & (offset.abs() < window)
+
+
+class _Attend(torch.autograd.Function):
+    """Outputs ``[*b h t e]`` in the dtype of the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> Tensor:
+        batch, count = plan.problem.batch, len(plan.kept)
+        kept, moved = tensors[:count], tensors[count:]
+        q, v = kept[0], moved[list(plan.axes).index("v")]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*batch, q.shape[-2], v.shape[-1], dtype=wide)
+        logarithm = q.new_full((*batch, q.shape[-2]), -torch.inf, dtype=wide)
+        for _, block in plan.blocks(moved):
+            for unit in plan.units(block, math.prod(batch)):
+                own, more = plan.compute(unit, *plan.parts(unit, kept, block.tensors, wide))
+                before = logarithm[..., unit.rows]
+                after = torch.logaddexp(before, more)
+                old, new = (torch.where(after == -torch.inf, 0, (x - after).exp())[..., None] for x in (before, more))
+                out[..., unit.rows, :] = old * out[..., unit.rows, :] + new * own
+                logarithm[..., unit.rows] = after
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, out, logarithm)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        once("attention over a group", "a single process")
+        plan, (*tensors, out, logarithm) = ctx.plan, ctx.saved_tensors
+        count, batch, wide = len(plan.kept), math.prod(plan.problem.batch), out.dtype
+        kept, moved = tensors[:count], tensors[count:]
+        grads = [_zeros(x, wide) for x in kept]
+        home, returning = [_zeros(x, wide) for x in moved], None
+        with full_precision(out.device):
+            for hop, block in plan.blocks(moved):
+                found = [_zeros(x, wide) for x in block.tensors] if hop else home
+                for unit in plan.units(block, batch):
+                    _add_grads(plan, unit, kept, block.tensors, (grad, out, logarithm), (grads, found))
+                if returning is not None:
+                    _take_home(*returning, home)
+                returning = _sent_home(plan, hop, found) if hop else None
+            if returning is not None:
+                _take_home(*returning, home)
+        every = zip((*grads, *home), tensors, strict=True)
+        return None, *(None if own is None else own.to(x.dtype) for own, x in every)
+
+
+def _zeros(x: Tensor, wide: torch.dtype) -> Tensor | None:
+    """A gradient of x to which others are added."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, wide)) if x.is_floating_point() else None
+
+
+def _add_grads(
+    plan: _Plan,
+    unit: _Unit,
+    kept: Sequence[Tensor],
+    moved: Sequence[Tensor],
+    results: tuple[Tensor, Tensor, Tensor],
+    totals: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
+) -> None:
+    """Add the gradients of a unit's tensors."""
+    grad, out, logarithm = results[0][..., unit.rows, :], results[1][..., unit.rows, :], results[2][..., unit.rows]
+    own, keys = plan.parts(unit, kept, moved, out.dtype)
+    leaves = [x.detach().requires_grad_() for x in (*own.values(), *keys.values()) if x.is_floating_point()]
+    given = iter(leaves)
+    own, keys = ({name: next(given) if x.is_floating_point() else x for name, x in part.items()} for part in (own, keys))
+    with torch.enable_grad():
+        part, more = plan.compute(unit, own, keys)
+    share = torch.where(logarithm == -torch.inf, 0, (more.detach() - logarithm).exp())
+    differences = torch.where(grad == 0, 0, grad * (part.detach() - out))  # NaN stays where it is asked for
+    of_sum = torch.where(share == 0, 0, share * differences.sum(-1))
+    found = torch.autograd.grad((part, more), leaves, (share[..., None] * grad, of_sum), allow_unused=True)
+    found = iter(found)
+    rows, columns = unit.rows, slice(*unit.of_keys)
+    for (name, like), total in zip(plan.kept.items(), totals[0], strict=True):
+        if own[name].is_floating_point() and (x := next(found)) is not None and total is not None:
+            like.part(total, rows, columns).add_(x)
+    for (name, axis), total in zip(plan.axes.items(), totals[1], strict=True):
+        if keys[name].is_floating_point() and (x := next(found)) is not None and total is not None:
+            total[unit.keys].add_(x.movedim(axis, 0))
+
+
+def _sent_home(plan: _Plan, hop: int, found: Sequence[Tensor | None]) -> tuple[Any, list[slice]]:
+    """Start to send gradients of keys where they came from; also slices of the own keys, whose gradients come."""
+    shards = plan.shards
+    used = plan.local(shards.pieces[shards.rank], plan.needed((shards.rank + hop) % shards.size, shards.rank))
+    come = sum(part.stop - part.start for part in used)
+    return shards.pass_on([x for x in found if x is not None], -hop, come, plan.traffic), used
+
+
+def _take_home(wait: Any, used: list[slice], home: Sequence[Tensor | None]) -> None:
+    """Add the gradients of own keys that come back."""
+    for total, x in zip([x for x in home if x is not None], wait(), strict=True):
+        for part, own in zip(used, x.split([part.stop - part.start for part in used]), strict=True):
+            total[part] += own

@@ -1,0 +1,127 @@
+"""Models of transformers over the processes of a group, each of which has some tokens of every sequence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isopos.integrations.transformers import attention, reading
+from isopos.parallel import Ring, cut, shards
+
+__all__ = ["cut_labels", "over"]
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+@contextmanager
+def over(model: Any, group: Any) -> Iterator[Any]:
+    """``with over(model, group):`` the tokens of a forward pass are one shard of a sequence over the processes of a group.
+
+    The model's attention then runs over the group, in place of its own (sdpa, flash, ...), with its own scale, window and
+    groups of heads: of a model as it was loaded, of a patched one (`patch`), with any scheme, and of `IsoposForCausalLM`.
+    Positions count over the sequence. Tokens and the padding mask ``[b t]`` are those that `isopos.parallel.cut` gives a
+    process. Labels are those of `cut_labels`, as ``shift_labels``, since the label of a shard's last token is in another
+    shard. Gradients averaged over processes, as DDP and FSDP do, are those of the mean of their losses.
+
+    Args:
+        model: A `PreTrainedModel` with one stack of layers.
+        group: A `ProcessGroup`, a `DeviceMesh` of one dimension, or an `isopos.parallel.Ring`.
+
+    Raises:
+        ValueError: With the reason, for a model that mixes tokens otherwise; in a forward pass, for caches, other positions,
+            and labels that are not shifted.
+    """
+    decoder: Any = getattr(model, "decoder", None)
+    if hasattr(decoder, "over"):  # IsoposForCausalLM
+        hooks = [model.register_forward_pre_hook(_check_labels, with_kwargs=True)]
+        try:
+            with decoder.over(group):
+                yield model
+        finally:
+            _remove(hooks)
+        return
+    attention.register()
+    part = reading.text_part(model)
+    _check(model, part)
+    configs = {id(config): config for module in (model, *part.modules()) if (config := vars(module).get("config"))}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    hooks = [part.register_forward_pre_hook(partial(_with_group, group), prepend=True, with_kwargs=True)]
+    if part is not model:
+        hooks.append(model.register_forward_pre_hook(_check_labels, with_kwargs=True))
+    try:
+        for config in configs.values():
+            config._attn_implementation = attention.OVER
+        yield model
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+        _remove(hooks)
+
+
+def cut_labels(labels: Tensor, group: Any) -> Tensor:
+    """The shard of labels ``[b t]`` of a whole sequence, shifted: of each own token, the next one, -100 for the last.
+
+    Given to a causal model as ``model(tokens, labels=own, shift_labels=own)``.
+    """
+    return cut(F.pad(labels[:, 1:], (0, 1), value=-100), group).contiguous()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _check(model: Any, part: Any) -> None:
+    """ValueError for a model that cannot be served."""
+    what, types = "", set(getattr(part.config, "layer_types", None) or KINDS)
+    if getattr(model.config, "is_encoder_decoder", False):
+        what = "one stack of layers, got an encoder and a decoder, whose tokens are of two sequences"
+    elif not reading.takes(part, "position_ids"):
+        what = f"a model that takes position_ids, got {type(part).__name__}"
+    elif not types <= {*KINDS}:
+        what = f"layers of {' and '.join(KINDS)}, got {', '.join(sorted(types - {*KINDS}))}"
+    elif any(isinstance(module, nn.Conv1d) for module in part.modules()):
+        what = f"layers that mix tokens in attention alone, got convolutions in {type(part).__name__}"
+    elif any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        what = "none with gradient checkpointing, which runs layers again when the group may be gone, got one"
+    if not what:
+        try:
+            reading.attention_layers(part)
+        except ValueError as error:
+            what = f"attention by transformers' interface, got another: {str(error).partition('since ')[2]}"
+    if what:
+        raise ValueError(f"model: expected {what}")
+
+
+def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a stack of layers, with the positions of this process's tokens, and the group for attention."""
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError(
+            "past_key_values: expected none over a group, whose processes keep no cache, got one; use_cache=False"
+        )
+    known = shards(group, tokens.shape[1], tokens.device)
+    if known is None:
+        return args, kwargs
+    index, given = known.index[None], kwargs.get("position_ids")
+    if given is not None and not bool((given == index).all()):
+        raise ValueError("position_ids: expected none over a group, which count over the sequence, got others")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens.shape[1]):
+        raise ValueError(
+            f"attention_mask: expected [b {tokens.shape[1]}], of the tokens of this process, got {[*mask.shape]}"
+        )
+    ring = Ring(known.group, known.zigzag) if known.ring else known.group
+    return args, {**kwargs, "position_ids": index, "use_cache": False, attention.GROUP: ring}
+
+
+def _check_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "labels: expected shift_labels beside them over a group, since the label of the last token is in another shard, "
+            "got none; isopos.integrations.transformers.cut_labels(labels, group) makes both"
+        )

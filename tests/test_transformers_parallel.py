@@ -1,0 +1,156 @@
+"""Models of transformers over the processes of a group, here threads: losses and gradients of one process."""
+
+import copy
+
+import pytest
+import torch
+from cases import named
+from shards import on_ranks
+from torch.nn import functional as F
+
+import isopos
+from isopos.parallel import Ring, cut
+
+pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
+pytestmark = pytest.mark.oracles
+HEADS, T = 4, 12
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS, "pad_token_id": 0}
+MORE = {"num_key_value_heads": 2, "intermediate_size": 32}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+
+
+def made(name, **options):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options, bos_token_id=None, eos_token_id=None)
+    config._attn_implementation = "sdpa"
+    cls = getattr(
+        transformers, f"{name}{'ForMaskedLM' if name == 'Bert' else 'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}"
+    )
+    return cls(config).double().eval()
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def compared(model, run, size=2, kind=lambda group: group):
+    from isopos.integrations.transformers import over
+
+    loss = run(model, None)
+    expected = gradients(loss, model)
+    models = [copy.deepcopy(model) for _ in range(size)]
+
+    def member(group, rank):
+        with over(models[rank], kind(group)):
+            own = run(models[rank], kind(group))
+        return own.detach(), gradients(own, models[rank])
+
+    losses, grads = zip(*on_ranks(size, member), strict=True)
+    assert sum(losses).item() == pytest.approx(loss.item(), abs=1e-9)
+    for right, *found in zip(expected, *grads, strict=True):
+        if right is not None:
+            torch.testing.assert_close(sum(found), right, rtol=0, atol=1e-9 * max(1, right.abs().max().item()))
+
+
+def loss_of(tokens, mask):
+    """A function of a model and a group: the sum of the losses of all tokens, or of a shard's."""
+    from isopos.integrations.transformers import cut_labels
+
+    def run(model, group):
+        labels = tokens.masked_fill(~mask, -100)
+        own, seen, labels = tokens, mask, F.pad(labels[:, 1:], (0, 1), value=-100)
+        if group is not None:
+            own, seen, labels = cut(tokens, group), cut(mask, group), cut_labels(tokens.masked_fill(~mask, -100), group)
+        logits = model(own, attention_mask=seen.long(), use_cache=False).logits  # the model's own loss is float32
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    return run
+
+
+def inputs():
+    tokens = torch.randint(1, 50, (2, T), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.arange(T) < torch.tensor([[T - 3], [T]])  # padding on the right, which changes no position
+
+
+def test_models_over_a_group():
+    from isopos.integrations.transformers import patch
+
+    tokens, mask = inputs()
+    run = loss_of(tokens, mask)
+    llama = made("Llama", **MORE)
+    rows = [
+        ("llama", llama, lambda group: group),
+        ("ring", llama, Ring),
+        ("zig-zag", llama, lambda group: Ring(group, zigzag=True)),
+        ("windows", made("Qwen2", **MORE, **SLIDING), lambda group: group),
+        ("gpt2", made("GPT2"), lambda group: group),
+        ("rotations", patch(made("Llama", **MORE), isopos.rope(8, base=100.0, attention="softmax")), lambda group: group),
+        ("alibi", patch(made("Llama", **MORE), isopos.alibi(8, HEADS, attention="softmax")).double(), Ring),
+        ("t5", patch(made("Qwen2", **MORE, **SLIDING), isopos.t5(8, HEADS)).double(), lambda group: group),
+    ]
+    for name, model, kind in rows:
+        with named(name):
+            compared(model, run, 3 if name == "llama" else 2, kind)
+
+
+def test_an_encoder_over_a_group():
+    from isopos.integrations.transformers import patch
+
+    tokens, mask = inputs()
+
+    def run(model, group):
+        own, seen = (x if group is None else cut(x, group) for x in (tokens, mask))
+        return (model(own, attention_mask=seen.long()).logits[seen] ** 2).sum()
+
+    for name, model in (
+        ("bert", made("Bert", intermediate_size=32)),
+        ("patched", patch(made("Bert", intermediate_size=32), isopos.rope(8, attention="softmax")).double()),
+    ):
+        with named(name):
+            compared(model, run)
+
+
+def test_our_model_over_a_group():
+    from isopos.integrations.transformers import IsoposConfig, IsoposForCausalLM, cut_labels
+
+    tokens, _ = inputs()
+    config = IsoposConfig(**SIZES, scheme="rope", scheme_options={"decay": "retnet"})
+
+    def run(model, group):
+        if group is None:
+            return model(tokens, labels=tokens, num_items_in_batch=1).loss
+        labels = cut_labels(tokens, group)
+        return model(cut(tokens, group), labels=labels, shift_labels=labels, num_items_in_batch=1).loss
+
+    compared(IsoposForCausalLM(config).double(), run)
+
+
+def test_what_cannot_be_served_is_refused():
+    import transformers
+
+    from isopos.integrations.transformers import over
+
+    tokens, _ = inputs()
+
+    def member(group, rank):
+        model = made("Llama", **MORE)
+        before = model.config._attn_implementation
+        with over(model, group):
+            for options, message in (
+                ({"labels": tokens}, "labels: expected shift_labels"),
+                ({"use_cache": True}, "past_key_values: expected none over a group"),
+                ({"position_ids": torch.zeros_like(tokens)}, "position_ids: expected none over a group"),
+                ({"attention_mask": torch.ones(2, 2 * T)}, r"attention_mask: expected \[b 12\]"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    model(tokens, **options)
+        assert model.config._attn_implementation == before
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=16, d_kv=4, num_layers=1, vocab_size=9))
+        falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES))
+        for other, message in ((t5, "one stack of layers"), (falcon, "attention by transformers' interface")):
+            with pytest.raises(ValueError, match=f"model: expected {message}"), over(other, group):
+                pass
+
+    on_ranks(2, member)
