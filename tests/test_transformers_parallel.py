@@ -88,6 +88,8 @@ def test_models_over_a_group():
         ("gpt2", made("GPT2"), lambda group: group),
         ("rotations", patch(made("Llama", **MORE), isopos.rope(8, base=100.0, attention="softmax")), lambda group: group),
         ("alibi", patch(made("Llama", **MORE), isopos.alibi(8, HEADS, attention="softmax")).double(), Ring),
+        ("linear", patch(made("Llama", **MORE), isopos.rope(8, HEADS, decay="retnet")).double(), lambda group: group),
+        ("window", patch(made("Llama", **MORE), isopos.rope(8, HEADS), window=4).double(), lambda group: group),
         ("t5", patch(made("Qwen2", **MORE, **SLIDING), isopos.t5(8, HEADS)).double(), lambda group: group),
     ]
     for name, model, kind in rows:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 _PARTS = ("patching", "native", "layouts", "conversion", "model", "sharding")
 
 __all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "absorb", "convert_layout", "from_decoder", "load", "patch"]
-__all__ += ["converted", "cut_labels", "distances", "linear_scheme", "over", "patched", "rotary_scheme", "transferred", "unpatch"]
+__all__ += [
+    "converted",
+    "cut_labels",
+    "distances",
+    "linear_scheme",
+    "over",
+    "patched",
+    "rotary_scheme",
+    "transferred",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,9 +42,7 @@ def of_tokens(
     digits = digits_of(x, like.dtype)
     own = getattr(owner, OWN)[0].items()
     window, group = getattr(owner, WINDOW, None), kwargs.get(GROUP)
-    made = {
-        name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in own
-    }
+    made = {name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in own}
     return args, {**kwargs, EVALUATED: made}
 
 

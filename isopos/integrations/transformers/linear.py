@@ -73,7 +73,7 @@ class LinearLayer:
         """
         scheme, window = self.evaluated.scheme, self.evaluated.window
         at, own, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
-        if keys is not None and keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all()):
+        if keys is not None and "group" not in at and _all_are_seen(keys):
             keys = None
         options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": own is not None}
         state = {} if own is None else {"state": own.state.stamped(scheme.fingerprint, None)}
@@ -110,6 +110,11 @@ class LinearLayer:
                 f"linear attention, got {got}"
             )
         return layers[index]
+
+
+def _all_are_seen(keys: Tensor) -> bool:
+    """Whether a mask hides nothing, where asking does not wait for a GPU."""
+    return keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all())
 
 
 def mask_of_keys(mask: Tensor, t: int) -> Tensor:
