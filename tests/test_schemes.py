@@ -1185,10 +1185,10 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
-    rope-axial: linear elu+1 plain none, axes=2 base=100.0
+    rope-axial: linear elu+1 plain none, axes=2 base=100.0 layout=interleaved
     rope-mixed: linear elu+1 plain none, axes=2 base=10.0 learned=True seed=0
     rope-golden: linear elu+1 plain none, axes=2 base=100.0
-    mrope: linear elu+1 plain none, interleaved=False base=10000.0 layout=interleaved
+    mrope: linear elu+1 plain none, interleaved=False time=fast base=10000.0 layout=interleaved
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 mean=0.0 seed=0
