@@ -1208,6 +1208,9 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    harope: linear elu+1 plain none, axes=2 base=10000.0 released=False
+    drope: linear elu+1 plain none, base=10000.0
+    carope: linear elu+1 plain none, base=10000.0 layout=interleaved
     wire: linear elu+1 plain none, axes=8 learned=True seed=0
     prope: linear elu+1 plain none, base=100.0 layout=interleaved transport=True
     jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0

@@ -1,4 +1,4 @@
-"""Rotations of feature pairs over several axes: axial, mixed and golden rotary, M-RoPE, and WIRE for graphs."""
+"""Rotations of feature pairs over several axes: axial, mixed, golden and adaptive rotary, M-RoPE, and WIRE for graphs."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from isopos import encodings
+from isopos import couplings, encodings
 from isopos.catalog import at_least, expect
 from isopos.encodings import rope_frequencies
 from isopos.exact import normal
@@ -154,6 +154,36 @@ def mrope(
 
 
 @register(
+    citation="Li et al. 2025, HARoPE, arXiv 2510.10489",
+    equation="<A q, R(w t) A k>, A = U diag(s) V^T",
+    cost="d^3 once, t d^2",
+    extends="any number of axes",
+    learns="A, one matrix per head",
+)
+def harope(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    base: float = 10000.0,
+    released: bool = False,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Rotation of feature pairs, each pair by one axis, behind a learned linear map per head.
+
+    Queries and keys are multiplied by A, which mixes axes and frequencies, then rotate as in `rope_axial`, which this is at
+    the start. Scores are relative; A stretches features, so it is no isometry, unlike the basis of `string`.
+
+    Args:
+        head_dim: d, even, at least 2 for each axis.
+        released: Multiply keys by the inverse transposed A, as the authors' code does, so that A has no effect on a score at
+            equal positions; by default by A, as in the paper.
+    """
+    encoding = encodings.Rotary(_axial(even(head_dim) // 2, axes, None, base)[None])
+    return compose(couplings.Adapted(encoding, heads, dual=released), heads, choices)
+
+
+@register(
     citation="Reid et al. 2025, WIRE, arXiv 2509.22259",
     equation="<q, R(<w, t>) k>, t = u_y - u_x of eigenvectors u",
     cost="t d, and n^3 once for n nodes",
@@ -207,10 +237,15 @@ def _slow_time(shares: Sequence[int], interleaved: bool) -> list[int]:
 
 def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
     """Frequencies ``[c f]`` of f pairs; each is zero on all axes except one."""
+    return axial(sections_of(count, axes, sections), base)
+
+
+def sections_of(count: int, axes: int, sections: Sections) -> list[int]:
+    """Numbers of pairs of each axis, at least 1, with sum `count`: those given, or equal shares."""
     shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
-    return axial(shares, base)
+    return shares
 
 
 def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:
