@@ -493,7 +493,7 @@ def _distinct(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     moving = ordered[..., 1:] > 0
     count = 1 + ((ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-9)) & moving).sum(-1, keepdim=True)
     step, rank, total = _series(speed)
-    several = (total - 1).clamp_min(1) / (count - 1).clamp_min(1)
+    several = (total - 1).clamp_min(1).to(step) / (count - 1).clamp_min(1)
     return step * several, rank / several, count - 1
 
 

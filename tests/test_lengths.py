@@ -170,7 +170,7 @@ TARGET = torch.tensor([1.9 ** (i / 5) for i in range(5)] + [4.1, 4.1, 4.2, 4.5, 
 
 
 def distance(rule):
-    return (torch.tensor(rule.rescale).double() - TARGET).square().sum().item()
+    return (torch.tensor(rule.rescale, dtype=torch.float64) - TARGET).square().sum().item()
 
 
 def test_the_search_finds_lower_scores_and_keeps_its_constraints():
@@ -186,7 +186,7 @@ def test_the_search_finds_lower_scores_and_keeps_its_constraints():
     assert len({one.rescale for one in seen}) == len(seen)  # each is scored once
     whole = int((2 * math.pi <= 256 * W).sum())
     for one in seen:
-        rescale = torch.tensor(one.rescale).double()
+        rescale = torch.tensor(one.rescale, dtype=torch.float64)
         critical = next(i for i, value in enumerate(one.rescale) if value >= 4)
         assert critical <= whole
         assert rescale[-1] <= 8
@@ -196,7 +196,7 @@ def test_the_search_finds_lower_scores_and_keeps_its_constraints():
     assert again == found
     assert found.attention_factor == 1.1
     scheme = schemes.rope(32, base=1000.0, attention="softmax").extend(**found.arguments)
-    close(scheme.encoding.extended(scheme.encoding.parameter)[0, 0], W / torch.tensor(found.rescale).double())
+    close(scheme.encoding.extended(scheme.encoding.parameter)[0, 0], W / torch.tensor(found.rescale, dtype=torch.float64))
 
 
 def test_scores_that_are_no_numbers_lose():
