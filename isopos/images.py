@@ -45,7 +45,7 @@ def patches(
         ValueError: For a size below 1, a negative shift, or a factor below 1.
 
     References:
-        DINOv3 (Siméoni et al. 2025), section 3.2, and its released code. https://arxiv.org/abs/2508.10104
+        DINOv3 (Siméoni et al. 2025), by its code in transformers. https://arxiv.org/abs/2508.10104
 
     Examples:
         >>> (patches(1, 2) / torch.pi).tolist()
@@ -91,8 +91,7 @@ def frames(
     """Positions of text, images and videos in one sequence, for `isopos.mrope`: ``[n 3]``, or ``[n 4]`` for "corners".
 
     An integer is a number of text tokens, whose coordinates are equal and count on. A tuple (frames, height, width) is a
-    video, or an image with 1 frame, row by row. Positions are int64, or float64 if `spacing` or
-    `start` is no integer.
+    video, or an image with 1 frame, row by row. Positions are int64, or float64 if `spacing` or `start` is no integer.
 
     - "grid": (time, row, column) from the video's start on; text goes on after the largest coordinate. With
       ``mrope(...)`` this is Qwen2-VL's M-RoPE.
@@ -113,9 +112,9 @@ def frames(
         ValueError: For other parts, an unknown layout, or a spacing that the layout does not have.
 
     References:
-        - VideoRoPE (Wei et al. 2025), section 4, with the rounding of its code. https://arxiv.org/abs/2502.05173
-        - HoPE (Li et al. 2025), section 4. https://arxiv.org/abs/2505.20444
-        - VRoPE (Liu et al. 2025), section 3, and its code. https://arxiv.org/abs/2502.11664
+        - VideoRoPE (Wei et al. 2025), with the rounding of its code. https://arxiv.org/abs/2502.05173
+        - HoPE (Li et al. 2025) and its code. https://arxiv.org/abs/2505.20444
+        - VRoPE (Liu et al. 2025) and its code. https://arxiv.org/abs/2502.11664
 
     Examples:
         >>> frames(1, (2, 1, 2), 1, spacing=2).tolist()

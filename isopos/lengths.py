@@ -389,7 +389,7 @@ def search(
         ValueError: For an invalid value, and if no score is finite.
 
     References:
-        LongRoPE2: Near-Lossless LLM Context Window Scaling (Shang et al. 2025), section 3.2, whose search code is not
+        LongRoPE2: Near-Lossless LLM Context Window Scaling (Shang et al. 2025), whose search code is not
         released; steps of the evolution are as in LongRoPE's. https://arxiv.org/abs/2502.20082
 
     Examples:
@@ -399,10 +399,12 @@ def search(
     """
     if frequency.ndim != 1 or len(frequency) < 2 or not (frequency.diff() <= 0).all() or not (frequency > 0).all():
         raise ValueError(f"frequency: expected at least 2 positive ones [f], fastest first, got {list(frequency.shape)}")
-    at_least("population", population, 2), at_least("rounds", rounds, 0)
+    at_least("population", population, 2)
+    at_least("rounds", rounds, 0)
+    start = LongRope(factor, trained, rescale=[1.0], **options)  # which checks them
     if not 1 <= most < math.inf:
         raise ValueError(f"most: expected a multiple of the factor, from 1 on, got {most}")
-    whole = int((frequency * LongRope(factor, trained, rescale=[1.0]).trained >= 2 * math.pi).sum())
+    whole = int((frequency * trained >= 2 * math.pi).sum())
     critical = range(1, max(1, min(whole, len(frequency) - 1)) + 1)
     draw, scores = random.Random(seed), dict[tuple[float, ...], float]()
 
@@ -413,7 +415,7 @@ def search(
             scores[rescale] = found if math.isfinite(found) else math.inf
         return scores[rescale]
 
-    kept = sorted((_Gene(c, (float(factor),) * (len(frequency) - c)) for c in critical), key=scored)
+    kept = sorted((_Gene(c, (start.factor,) * (len(frequency) - c)) for c in critical), key=scored)
     for _ in range(rounds):
         kept = kept[: max(1, (population + 1) // 2)]
         new = [draw.choice(kept).changed(draw, critical, factor, most) for _ in range(population - len(kept))]
