@@ -27,7 +27,7 @@ _NAMES = {
     "models": ("Decoder",),
     "nn": ("Attention",),
     "ops.linear": ("Clamped",),
-    "positions": ("forest", "graph", "grid", "packed", "product", "ring", "sequence", "tree"),
+    "positions": ("forest", "frames", "graph", "grid", "packed", "patches", "product", "ring", "sequence", "tree"),
     "scheme": ("Scheme", "parameter_groups"),
     "state": ("State",),
     "stream": ("Stream",),

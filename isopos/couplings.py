@@ -2,7 +2,8 @@
 
 A coupling maps queries and keys differently. Constant channels next to the features add a term to scores; an absolute
 position acts on one side only; stochastic encodings are relative in expectation; exponentials of generators that do not
-commute are relative along lines through the origin. Polar coordinates are relative, and an isometry of magnitudes.
+commute are relative along lines through the origin. Polar coordinates are relative, and an isometry of magnitudes; an
+encoding behind a learned linear map is relative.
 """
 
 import math
@@ -17,14 +18,14 @@ from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.exact import Weight, cast_down, constant, float64_device, full_precision, normal, to_float64
 from isopos.feature_maps import FeatureMap
 from isopos.lengths import Extension, Linear
-from isopos.maps import Affine, Append, Composed, Identity, Mapped, Matrices, Operators, Rotation, TokenMap
+from isopos.maps import Affine, Append, Composed, Identity, LinearMap, Mapped, Matrices, Operators, Rotation, TokenMap
 from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
 from isopos.positions import Line, lines
 
 Side = Literal["query", "key"]
 
-__all__ = ["Absolute", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL"]
+__all__ = ["Absolute", "Adapted", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL"]
 
 SOFTPLUS = FeatureMap("softplus", torch.nn.functional.softplus)
 
@@ -208,6 +209,43 @@ class Polar(Coupling):
     def _map(self, table: Tensor) -> TokenMap:
         rotation = Rotation(table, True)
         return Composed(Mapped(Identity(), SOFTPLUS), rotation) if self.magnitudes else rotation
+
+
+class Adapted(_Sided):
+    """An encoding of A q and A k with a learned map A = U diag(s) V^T per head: <A q, rho(x^-1 y) A k>.
+
+    U = exp(B - B^T) and V = exp(C - C^T) are rotations, s = exp(r) is positive; B, C and r are initially zero, and A the
+    identity. Scores are relative, but A is no isometry: a score at equal positions is <A q, A k>, bounded by |A|^2 |q| |k|.
+
+    With `dual` keys have A^-T in place of A, and q^T A^T rho(x^-1 y) A^-T k is a representation in another basis, as
+    `isopos.contragredient` describes: at equal positions it is <q, k>.
+
+    Args:
+        encoding: rho, with as many features as it returns.
+        heads: h.
+        dual: See above.
+
+    References:
+        Head-wise Adaptive Rotary Positional Encoding for Fine-Grained Image Generation (Li et al. 2025), HARoPE.
+        https://arxiv.org/abs/2510.10489
+    """
+
+    def __init__(self, encoding: Encoding, heads: int, *, dual: bool = False):
+        super().__init__()
+        if encoding.features != encoding.out_features:
+            got = f"{encoding.features} and {encoding.out_features}"
+            raise ValueError(f"encoding: expected one that returns as many features as it takes, got {got}")
+        self.encoding, self.dual, self.group = encoding, dual, encoding.group
+        self.features = self.out_features = encoding.features
+        zero = torch.zeros(heads, 2, self.features, self.features, device="cpu", dtype=torch.float64)
+        self.parametrise("generator", zero, learned=True)  # [h 2 d d]: B and C
+        self.stretch = Weight(zero[:, 0, 0])  # [h d]: r
+
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
+        u, v = skew_exponential(to_float64(self.parameter, x.device)).unbind(1)
+        sign = -1 if self.dual and side == "key" else 1  # A^-T = U diag(1 / s) V^T
+        scale = torch.exp(sign * to_float64(self.stretch.parameter, x.device))
+        return Composed(LinearMap(cast_down((u * scale[:, None]) @ v.mT, dtype, x.device)), self.encoding(x, dtype))
 
 
 class Lie(_Sided):

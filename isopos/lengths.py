@@ -6,18 +6,31 @@ and only this speed changes.
 """
 
 import math
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from isopos.catalog import at_least, closest, expect
 
-__all__ = ["EXTENSIONS", "Dynamic", "Extension", "Linear", "Llama3", "LongRope", "Yarn", "extension"]
+__all__ = [
+    "EXTENSIONS",
+    "Drop",
+    "Dynamic",
+    "Dype",
+    "Extension",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "Yarn",
+    "extension",
+    "search",
+]
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Extension(ABC):
 
     @abstractmethod
     def share(self, speed: Tensor) -> Tensor:
-        """Factors between 1 / s and 1 for speeds ``[h 1 f]`` in radians per step."""
+        """Factors of at most 1 for speeds ``[h 1 f]`` in radians per step."""
 
     @property
     def attention_factor(self) -> float:
@@ -235,13 +248,211 @@ class LongRope(Extension):
         return 1 / torch.tensor(self.rescale, dtype=speed.dtype, device=speed.device).expand_as(speed)
 
 
+@dataclass(frozen=True)
+class Dype(Extension):
+    """DyPE: scaling that fades over the steps of denoising, from that of pure noise to none.
+
+    Extend the scheme again before each step of a diffusion transformer, with the step's time. Factors of frequencies are
+    those of one axis of `trained` patches at any number of axes, for pairs with equal speeds.
+
+    Args:
+        time: From 1, pure noise, to 0, the image.
+        method: "ntk": a base larger by s^(2 time^2 d / (d - 2)), as dynamic for the factor s^(2 time^2). "yarn": between
+            interpolation, that larger base for s, and the trained frequencies, pairs are divided by their turns over the
+            trained positions, at bounds that shrink with time^2, so that at last all are trained; logits are sharper at all
+            times. This is the released code's YaRN, which is not `Yarn`.
+        power: Exponent of time, the paper's lambda_t.
+
+    References:
+        DyPE: Dynamic Position Extrapolation for Ultra High Resolution Diffusion (Issachar et al. 2025), its released code.
+        https://arxiv.org/abs/2510.20766
+
+    Examples:
+        >>> speed = torch.tensor([[[1.0, 0.5]]], dtype=torch.float64)
+        >>> [Dype(4.0, time=t)(speed).round(decimals=6).flatten().tolist() for t in (1.0, 0.5, 0.0)]
+        [[1.0, 0.03125], [1.0, 0.25], [1.0, 0.5]]
+    """
+
+    by_series = True
+
+    time: float = 1.0
+    method: Literal["ntk", "yarn"] = "ntk"
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect("method", self.method, get_args(Literal["ntk", "yarn"]))
+        if not 0 <= self.time <= 1:
+            raise ValueError(f"time: expected a number from 1, pure noise, to 0, the image, got {self.time}")
+        if not 0 < self.power < math.inf:
+            raise ValueError(f"power: expected a positive exponent of time, got {self.power}")
+        if self.method == "yarn" and self.trained is None:
+            raise ValueError("trained: expected the number of positions in training, which yarn needs, got none")
+
+    @property
+    def attention_factor(self) -> float:
+        return 0.1 * math.log(self.factor) + 1 if self.method == "yarn" else 1.0
+
+    def share(self, speed: Tensor) -> Tensor:
+        step, rank, last = _distinct(speed)
+        weight, slower = max(self.time**self.power, 1e-30), rank / last.clamp_min(1)
+        if self.method == "ntk":
+            return self.factor ** -(2 * weight * slower)
+        share = torch.full_like(speed, 1 / self.factor)
+        turns = speed.amax(-1, keepdim=True) * (self.trained or 0) / (2 * math.pi)
+        for fast, slow, target in ((1.25, 0.75, self.factor**-slower), (16.0, 2.0, torch.ones_like(speed))):
+            low, high = ((turns / (bound * weight)).log() / step for bound in (fast, slow))  # indices of pairs
+            low, high = low.floor().clamp_min(0), high.ceil().minimum(last + 1)
+            kept = 1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)
+            share = share * (1 - kept) + target * kept
+        return share
+
+
+@dataclass(frozen=True)
+class Drop(Extension):
+    """DroPE: no rotation at all, after training with it and a short training without it at the trained length.
+
+    Attention has to be causal, which is what then tells the order of tokens. Until it has been trained again without
+    rotation, a model is worse at every length.
+
+    Args:
+        sharpness: The attention factor for the longer sequences; 1 by default.
+        whole_logits: As for YaRN.
+
+    References:
+        Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings (Gelberg et al. 2025).
+        https://arxiv.org/abs/2512.12167
+    """
+
+    sharpness: float | None = None
+    whole_logits: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_sharpness(self.sharpness)
+
+    @property
+    def attention_factor(self) -> float:
+        return 1.0 if self.sharpness is None else self.sharpness
+
+    def share(self, speed: Tensor) -> Tensor:
+        return torch.zeros_like(speed)
+
+
 EXTENSIONS: dict[str, type[Extension]] = {
     "linear": Linear,
     "dynamic": Dynamic,
     "yarn": Yarn,
     "longrope": LongRope,
     "llama3": Llama3,
+    "dype": Dype,
+    "drop": Drop,
 }
+
+
+def search(
+    score: Callable[[LongRope], float],
+    frequency: Tensor,
+    *,
+    factor: float,
+    trained: int,
+    most: float = 2.0,
+    population: int = 16,
+    rounds: int = 10,
+    seed: int = 0,
+    **options: Any,
+) -> LongRope:
+    """The rule with the lowest score of those that an evolution tries, as LongRoPE2's factors are found.
+
+    A rule has a critical pair and, from it on, factors that do not decrease, from s to `most` times s; pairs before it have
+    those of a larger base that ends in the critical pair's, lambda_i = lambda_c^(i / c). The critical pair is at or before
+    the first one without a whole turn over the trained positions, since slow pairs have seen too little of their turns. It
+    starts from s at each critical pair; in each round, changes of factors or of the critical pair, and mixtures of two rules
+    with the same one, take the places of the worse half.
+
+    LongRoPE2's score is perplexity of the answer's tokens alone in texts of the new length with a needle, an answer far
+    before its question: ``score`` extends the scheme by ``scheme.extend(**rule.arguments)`` and measures this. The same
+    seed and scores give the same result.
+
+    Args:
+        score: Called once for each rule; lower is better. A result that is not finite is worse than all others.
+        frequency: Frequencies of the pairs ``[f]``, in radians per step, fastest first.
+        factor: s.
+        trained: L.
+        most: Largest factor, as a multiple of s, from 1 on.
+        population: Rules that are kept, at least 2.
+        rounds: Number of rounds; each scores up to `population` / 2 new rules.
+        seed: Of the evolution.
+        options: Other options of `LongRope`.
+
+    Raises:
+        ValueError: For an invalid value, and if no score is finite.
+
+    References:
+        LongRoPE2: Near-Lossless LLM Context Window Scaling (Shang et al. 2025), whose search code is not
+        released; steps of the evolution are as in LongRoPE's. https://arxiv.org/abs/2502.20082
+
+    Examples:
+        >>> rule = search(lambda rule: abs(rule.rescale[-1] - 5.0), torch.tensor([1.0, 0.1, 0.01]), factor=4, trained=64)
+        >>> abs(rule.rescale[-1] - 5) < 0.3, rule.name
+        (True, 'longrope')
+    """
+    if frequency.ndim != 1 or len(frequency) < 2 or not (frequency.diff() <= 0).all() or not (frequency > 0).all():
+        raise ValueError(f"frequency: expected at least 2 positive ones [f], fastest first, got {list(frequency.shape)}")
+    at_least("population", population, 2)
+    at_least("rounds", rounds, 0)
+    start = LongRope(factor, trained, rescale=[1.0], **options)  # which checks them
+    if not 1 <= most < math.inf:
+        raise ValueError(f"most: expected a multiple of the factor, from 1 on, got {most}")
+    whole = int((frequency * trained >= 2 * math.pi).sum())
+    critical = range(1, max(1, min(whole, len(frequency) - 1)) + 1)
+    draw, scores = random.Random(seed), dict[tuple[float, ...], float]()
+
+    def scored(gene: _Gene) -> float:
+        rescale = gene.rescale
+        if rescale not in scores:
+            found = float(score(LongRope(factor, trained, rescale=rescale, **options)))
+            scores[rescale] = found if math.isfinite(found) else math.inf
+        return scores[rescale]
+
+    kept = sorted((_Gene(c, (start.factor,) * (len(frequency) - c)) for c in critical), key=scored)
+    for _ in range(rounds):
+        kept = kept[: max(1, (population + 1) // 2)]
+        new = [draw.choice(kept).changed(draw, critical, factor, most) for _ in range(population - len(kept))]
+        mates = [[b for b in kept if b.critical == a.critical] for a in kept]
+        new += [a.mixed(draw.choice(own), draw) for a, own in zip(kept, mates, strict=True) if len(own) > 1]
+        kept = sorted({*kept, *new}, key=lambda gene: (scored(gene), gene))
+    if scored(kept[0]) == math.inf:
+        raise ValueError("score: expected finite numbers, got none for all rules")
+    return LongRope(factor, trained, rescale=kept[0].rescale, **options)
+
+
+class _Gene(NamedTuple):
+    """A critical pair, and the factors from it on."""
+
+    critical: int
+    slow: tuple[float, ...]
+
+    @property
+    def rescale(self) -> tuple[float, ...]:
+        """The factors of all pairs."""
+        return (*(self.slow[0] ** (i / self.critical) for i in range(self.critical)), *self.slow)
+
+    def changed(self, draw: random.Random, critical: Sequence[int], factor: float, most: float) -> "_Gene":
+        """Some factors drawn again between their neighbours, or another critical pair."""
+        start, slow = self.critical, list(self.slow)
+        if draw.random() < 0.3:
+            start = min(max(start + draw.choice((-1, 1)), critical[0]), critical[-1])
+            slow = slow[start - self.critical :] if start > self.critical else slow[:1] * (self.critical - start) + slow
+        for i in range(len(slow)):
+            if draw.random() < 0.3:
+                low = slow[i - 1] if i else factor
+                slow[i] = draw.uniform(low, slow[i + 1] if i + 1 < len(slow) else most * factor)
+        return _Gene(start, tuple(slow))
+
+    def mixed(self, other: "_Gene", draw: random.Random) -> "_Gene":
+        """Factors of either parent, in order."""
+        return _Gene(self.critical, tuple(sorted(draw.choice(pair) for pair in zip(self.slow, other.slow, strict=True))))
 
 
 def extension(name: str, factor: float, trained: int | None = None, **options: Any) -> Extension:
@@ -276,6 +487,16 @@ def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = (fastest / slowest).log() / (count - 1).clamp_min(1)
     step = step.where((step > 0) & step.isfinite(), 1.0)
     return step, ((fastest / speed.maximum(slowest)).log() / step).clamp_min(0), count
+
+
+def _distinct(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_series`, where equal speeds, as of several axes, count once; and the index of the slowest."""
+    ordered = speed.sort(-1, descending=True).values
+    moving = ordered[..., 1:] > 0
+    count = 1 + ((ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-9)) & moving).sum(-1, keepdim=True)
+    step, rank, total = _series(speed)
+    several = (total - 1).clamp_min(1).to(step) / (count - 1).clamp_min(1)
+    return step * several, rank / several, count - 1
 
 
 def _check_turns(fast: float, slow: float) -> None:

@@ -292,9 +292,7 @@ class Reflection(Isometry):
         return self.apply(x)
 
 
-class Matrix(Isometry):
-    """A constant orthogonal matrix ``[h d d]``, or ``[h e d]`` with orthonormal columns."""
-
+class _Constant(TokenMap, ABC):
     matrix: Tensor = axes("h e d")
 
     def apply(self, x: Tensor) -> Tensor:
@@ -302,6 +300,14 @@ class Matrix(Isometry):
 
     def adjoint(self, x: Tensor) -> Tensor:
         return ops.transform(x, self.matrix.mT)
+
+
+class Matrix(_Constant, Isometry):
+    """A constant orthogonal matrix ``[h d d]``, or ``[h e d]`` with orthonormal columns."""
+
+
+class LinearMap(_Constant):
+    """Any constant matrix ``[h e d]``."""
 
 
 class Plane(Isometry):

@@ -2,10 +2,12 @@
 
     p_t = step(k_1) + ... + step(k_t),    weight_ts depends on p_t - p_s = step(k_{s+1}) + ... + step(k_t)
 
-Steps are log gates (`ForgetGate`) or angles (`SelectiveRotation`): the real and the imaginary part of one exponent,
-exp(p_t - p_s). They replace positions in causal attention. Products are float32 or wider, steps and their sums float64.
+Steps are log gates (`ForgetGate`) or angles (`SelectiveRotation`, `ContentFrequency`): the real and the imaginary part of
+one exponent, exp(p_t - p_s). They replace positions in causal attention. Products are float32 or wider, steps and their sums
+float64.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -19,7 +21,7 @@ from isopos.maps import Composed, Identity, Rotation, TokenMap
 from isopos.ops.linear.features import Decays
 from isopos.ops.rotate import rotation_table
 
-__all__ = ["ContentPhase", "ForgetGate", "SelectiveRotation", "cumulative", "with_phases"]
+__all__ = ["ContentFrequency", "ContentPhase", "ForgetGate", "SelectiveRotation", "cumulative", "with_phases"]
 
 MIN_LOG_GATE = -1000.0  # exp(-1000) is zero in every dtype, and long sums keep precision
 
@@ -118,6 +120,44 @@ class SelectiveRotation(ContentPhase):
 
     def steps(self, content: Tensor) -> Tensor:
         return to_float64(self.frequency, content.device) * content
+
+
+class ContentFrequency(ContentPhase):
+    """Rotation by powers of one content-dependent frequency per head: the angle of pair i is a sum over the tokens so far.
+
+    angle_t = sum_{m <= t} f_m^i,    f_m = 1 / (1 + softplus(<w, k_m> + b)),    i = 0, 1, ..., d/2 - 1
+
+    Frequencies are a geometric series, as rope's, whose ratio f in (0, 1) each token decides. b is initially such that f is
+    base^(-2/d), so that it starts as rope at consecutive positions. Pair 0 makes one radian per token whatever the content.
+
+    Args:
+        features: d of queries and keys, even, at least 4.
+        heads: h.
+        base: Of the frequencies at the start, above 1.
+
+    References:
+        Context-aware Rotary Position Embedding (Veisi et al. 2025), CARoPE, section 2, where f reads the token's embedding.
+        https://arxiv.org/abs/2507.23083
+
+    Examples:
+        >>> rotation = ContentFrequency(4, 1, 100.0)
+        >>> rotation(torch.randn(1, 2, 4)).cumsum(-2).mul(1000).round().tolist()
+        [[[1000.0, 100.0], [2000.0, 200.0]]]
+    """
+
+    def __init__(self, features: int, heads: int, base: float = 10000.0):
+        if features % 2 or features < 4:
+            raise ValueError(f"head size: expected an even number of at least 4 features, got {features}")
+        if not 1 < base < math.inf:
+            raise ValueError(f"base: expected a number above 1, got {base}")
+        rest = math.expm1(2 / features * math.log(base))  # softplus(b)
+        start = rest + math.log(-math.expm1(-rest))
+        super().__init__(features, torch.full((heads, 1), start, device="cpu", dtype=torch.float64))
+        self.columns = features // 2
+
+    def steps(self, content: Tensor) -> Tensor:
+        power = torch.arange(self.columns, dtype=content.dtype, device=content.device)
+        return torch.exp(-power * torch.log1p(F.softplus(content)))
 
 
 def cumulative(

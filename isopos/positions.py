@@ -16,11 +16,13 @@ from torch import Tensor
 
 from isopos.catalog import at_least
 from isopos.graphs import graph
+from isopos.images import frames, patches
 from isopos.times import timestamps
 from isopos.trees import INTEGER_DTYPES, depths, forest, name_row, parents_of, renumber, tree, tree_distance, tree_labels
 
 __all__ = ["Group", "Line", "Product", "Ring", "Tree"]
-__all__ += ["forest", "graph", "grid", "lines", "packed", "product", "ring", "sequence", "timestamps", "tree", "tree_labels"]
+__all__ += ["forest", "frames", "graph", "grid", "lines", "packed", "patches", "product", "ring", "sequence", "timestamps"]
+__all__ += ["tree", "tree_labels"]
 
 REAL_DTYPES = (torch.float32, torch.float64)
 

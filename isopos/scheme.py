@@ -22,7 +22,7 @@ from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, featur
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
 from isopos.parallel import Shards, joined, shards
-from isopos.phases import ContentPhase, ForgetGate, SelectiveRotation
+from isopos.phases import ContentFrequency, ContentPhase, ForgetGate, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 from isopos.terms import Indexed, Term
@@ -107,7 +107,7 @@ class Scheme(nn.Module):
         attention: `Linear` or `Softmax` with their options, or "linear" or "softmax" for the defaults.
         decay: A name of `decays.RATES` or a `Decay`, for positions on a line; "forget" or a `ForgetGate`, content-dependent
             gates for causal attention; or "none".
-        turn: Selective rotation for causal attention, in place of an encoding of positions, or None.
+        turn: Content-dependent rotation for causal attention, in place of an encoding of positions, or None.
         embedding: Absolute positions to add to the token embeddings, or None.
         bias: Relative terms, or None. Linear attention accepts `ClippedKeys` only.
         width: Queries and keys have `width` times the head size features, by wider projections.
@@ -130,7 +130,7 @@ class Scheme(nn.Module):
 
     decay: Decay | None
     forget: ForgetGate | None
-    turn: SelectiveRotation | None
+    turn: SelectiveRotation | ContentFrequency | None
     origin: tuple[str, dict[str, Any]] | None = None  # name and arguments of the registered function
     transport = False
 
@@ -141,7 +141,7 @@ class Scheme(nn.Module):
         *,
         attention: Linear | Softmax | AttentionName = "linear",
         decay: str | Decay | ForgetGate = "none",
-        turn: SelectiveRotation | None = None,
+        turn: SelectiveRotation | ContentFrequency | None = None,
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
         width: int = 1,
@@ -276,7 +276,7 @@ class Scheme(nn.Module):
         the scale of logits by `sharpness` and rotated features by `rotary_factor`; one of them is 1.
 
         Args:
-            name: "linear", "dynamic", "yarn", "longrope" or "llama3"; see `isopos.lengths`.
+            name: "linear", "dynamic", "yarn", "longrope", "llama3", "dype" or "drop"; see `isopos.lengths`.
             factor: s, the ratio of sequence lengths, at least 1.
             trained: Positions in training, on each axis, for rules that need them.
             options: Options of the rule.

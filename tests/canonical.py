@@ -228,6 +228,9 @@ def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
+        case couplings.Adapted():  # (Li et al. 2025, HARoPE)
+            inner, (A, B) = _of_encoding(coupling.encoding, factor), _stretched(coupling)
+            return [Primitive(group, *content, *content, lambda t: A.mT @ inner(t) @ B)]
         case couplings.Constrained():
             nothing, outside = torch.zeros(1, 1, 1, dtype=torch.float64), coupling.outside
             added = Primitive(group, *one, *one, _cosines(coupling), outside=outside, classes=(nothing, nothing))
@@ -239,6 +242,14 @@ def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
             gate = 0.0 if coupling.gate is None else constant(coupling.gate.parameter).sigmoid()
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed(gate + (1 - gate) * own(t)))]
     raise TypeError(f"coupling: expected one of isopos.encodings or isopos.couplings, got {type(coupling).__name__}")
+
+
+def _stretched(coupling: couplings.Adapted) -> tuple[Tensor, Tensor]:
+    """A = U diag(s) V^T of queries and the map of keys, A or A^-T, ``[h d d]``."""
+    generator = constant(coupling.parameter)
+    U, V = (_exp(own - own.mT) for own in generator.unbind(1))
+    A = U @ torch.diag_embed(constant(coupling.stretch.parameter).exp()) @ V.mT
+    return A, torch.linalg.inv(A).mT if coupling.dual else A
 
 
 def _of_pair(pair: Coupling) -> Kernel:

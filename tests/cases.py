@@ -27,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
 SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta", "kerple", "fire")
-STEPS = ("fox", "selective")
+STEPS = ("fox", "selective", "carope")
 ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 DEFINITIONS, quadratic, softmax_by_definition = reference.DEFINITIONS, reference.linear, reference.softmax
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
@@ -207,10 +207,12 @@ SCHEMES = [
         ("learned-decay", {"learned": True, "decay": _learned_decay}),
     ),
     *_rows("p-rope", ("", {}), ("half", {"p": 0.5, "layout": "half"})),
-    *_rows("rope-axial", ("", {}), ("3d", {"axes": 3, "sections": "1+2+1"})),
+    *_rows("rope-axial", ("", {}), ("3d", {"axes": 3, "sections": "1+2+1"}), ("half", {"layout": "half"})),
     *_rows("rope-mixed", ("", {}), ("3d-fixed", {"axes": 3, "learned": False})),
     *_rows("rope-golden", ("", {}), ("3d", {"axes": 3})),
     *_rows("mrope", ("", {}), ("interleaved", {"sections": "2+1+1", "interleaved": True, "layout": "half"})),
+    *_rows("mrope", ("slow", {"time": "slow"}), ("no-time", {"time": "none", "sections": "1+2+1", "layout": "half"})),
+    *_rows("mrope", ("corners", {"sections": "1+1+1+1", "interleaved": True})),
     *_rows("xpos", ("", {}), ("length", {"length": 200.0, "denominator": "plain"})),
     *_rows("jordan", ("", {}), ("growth", {"order": 3, "growth": 0.5, "length": 400.0, "decay": "none"})),
     *_rows("lrpe-unitary", *IN_BASES, *THETAS, LEARNED, FIXED, directed=False),
@@ -233,6 +235,8 @@ SCHEMES = [
     ),
     *_rows("permuteformer", ("identity", {"matrix": "identity"}), directed=False),
     *_rows("permuteformer-2d", ("", {}), ("3d", {"axes": 3, "orders": "long", "length": 2})),
+    *_rows("harope", ("", {}), ("3d", {"axes": 3, "base": 50.0}), ("released", {"axes": 1, "released": True})),
+    *_rows("drope", ("", {}), ("sections", {"sections": "1+1+2", "base": 100.0})),
     *_rows("wire", ("", {}), ("fixed", {"axes": 3, "learned": False})),
     *_rows("prope", ("", {}), ("scores", {"transport": False}), ("half", {"layout": "half"})),
     *_rows("shaw", ("", {}), ("reach", {"reach": 3}), directed=False),
@@ -254,6 +258,7 @@ SCHEMES = [
     *_rows(
         "selective", ("", {}), ("forget", {"decay": "forget", "base": 100.0}), ("half", {"layout": "half"}), directed=False
     ),
+    *_rows("carope", ("", {}), ("forget", {"decay": "forget", "base": 50.0}), ("half", {"layout": "half"}), directed=False),
     *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
@@ -293,6 +298,8 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "liere": {"encoding.generator"},
     "fox": {"forget.weight", "forget.bias.weight"},
     "selective": {"turn.weight", "turn.bias.weight"},
+    "carope": {"turn.weight", "turn.bias.weight"},
+    "harope": {"encoding.generator", "encoding.stretch.weight"},
     "ape-sequence": {"encoding.generator"},
     "ape-absolute": {"encoding.encoding.generator"},
     "ape-ring": {"encoding.basis.generator"},

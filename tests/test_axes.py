@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import HEADS, close, each, inputs
+from cases import HEADS, close, each, inputs, perturb
 
 from isopos import schemes
 from isopos.encodings import rope_frequencies
@@ -114,6 +114,51 @@ def test_axes_of_mrope(options, axis):
     close(w.sum(0), rope_frequencies(8))
 
 
+def turned(x, angle):
+    """Pairs (2i, 2i+1) of x ``[... t d]`` rotated by angles ``[t d/2]``."""
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), -1).flatten(-2)
+
+
+@each("released", [False, True])
+def test_harope_is_rotation_behind_a_matrix_of_each_head(released):
+    """M = U diag(s) V^T; the authors' code multiplies rows of queries by M^T, and rows of keys by M^-1."""
+    scheme = perturb(schemes.harope(8, HEADS, released=released), 3.0)
+    q, k, _ = inputs(t=6, d=8)
+    x = grid(2, 3)
+    lower = scheme.encoding.generator.detach()  # their skew matrices are halves of A - A^T
+    U, V = (torch.matrix_exp(0.5 * (2 * a - 2 * a.mT)) for a in lower.unbind(1))
+    s = scheme.encoding.stretch.weight.detach().exp()
+    M = U @ (s[:, :, None] * V.mT)
+    inverse = V @ ((1 / s)[:, :, None] * U.mT)
+    close(M @ inverse, torch.eye(8).double().expand_as(M), roundings=1e5)
+    angle = (x[:, :, None] * rope_frequencies(2)).flatten(1)
+    expected = turned(q @ M.mT, angle) @ turned(k @ (inverse if released else M.mT), angle).mT
+    rho = [side(x, torch.float64) for side in (scheme.encoding.query, scheme.encoding.key)]
+    close(rho[0](q) @ rho[1](k).mT, expected, roundings=1e5)
+    if released:  # nothing at equal positions
+        close((rho[0](q) * rho[1](k)).sum(-1), (q * k).sum(-1), roundings=1e5)
+    plain = schemes.harope(8, HEADS, released=released).encoding
+    axial = schemes.rope_axial(8, base=10000.0)
+    close(plain.query(x, torch.float64)(q) @ plain.key(x, torch.float64)(k).mT, scores(axial, q, k, x))
+
+
+def test_drope_turns_by_headings_themselves():
+    scheme = schemes.drope(12, HEADS, sections=[2, 1, 3], base=50.0)
+    q, k, _ = inputs(t=7, d=12)
+    place, degrees = 30 * torch.randn(7, 2).double(), 360 * torch.rand(7, 1).double()
+    speed = torch.cat((rope_frequencies(2, 50.0), rope_frequencies(1)))
+    angle = torch.cat((place[:, [0, 0, 1]] * speed, torch.deg2rad(degrees).expand(-1, 3)), -1)
+    x = torch.cat((place, degrees), -1)
+    close(scores(scheme, q, k, x), turned(q, angle) @ turned(k, angle).mT)
+    around = torch.tensor([0.0, 0.0, 360.0]) * torch.randint(-3, 4, (7, 1))
+    close(scores(scheme, q, k, x + around), scores(scheme, q, k, x), roundings=1e5)
+    assert (
+        scores(scheme, q, k, x + torch.rand(7, 1) * torch.tensor([0.0, 0.0, 9.0])) - scores(scheme, q, k, x)
+    ).abs().max() > 0.01
+
+
 def test_default_sections_are_those_of_qwen():
     assert frequency(schemes.mrope(128))[0].ne(0).sum(-1).tolist() == [16, 24, 24]
     assert frequency(schemes.mrope(128, interleaved=True))[0].ne(0).sum(-1).tolist() == [24, 20, 20]
@@ -145,6 +190,9 @@ def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
         ),
         (lambda: schemes.rope_axial(8, sections=4), r"sections: expected numbers of pairs from 1 on .* got 4"),
         (lambda: schemes.rope_axial(8, axes=3, sections="2+2"), r"sections: expected .* each of 3 axes, got 2\+2"),
+        (lambda: schemes.harope(8, 2, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
+        (lambda: schemes.drope(4), r"head size: expected at least 6 features for 3 parts, got 4"),
+        (lambda: schemes.drope(8, sections="2+2"), r"sections: expected .* each of 3 axes, got 2\+2"),
         (lambda: schemes.rope_mixed(8, 2, axes=5), r"head size: expected at least 10 features for 5 parts, got 8"),
         (lambda: schemes.rope_golden(8, 2, axes=1), r"axes: expected an integer of at least 2, got 1"),
         (lambda: schemes.rope_golden(7, 2), r"head size: expected an even number"),

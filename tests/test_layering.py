@@ -17,7 +17,7 @@ LAYERS = """
 deprecation
 exact trees catalog
 spec parallel
-graphs times
+graphs images times
 lengths
 feature_maps
 ops

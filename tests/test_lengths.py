@@ -15,13 +15,13 @@ from isopos import Decoder, encodings, laws, schemes
 from isopos import stream as stream_module
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
-from isopos.lengths import EXTENSIONS, extension
+from isopos.lengths import EXTENSIONS, LongRope, extension, search
 from isopos.nn import absorb
 from isopos.positions import Line, grid, sequence
 from isopos.stream import Stream
 
 RESCALE = [1.0, 1.5, 2.0, 4.0]
-OPTIONS = {"longrope": {"rescale": RESCALE}}
+OPTIONS = {"longrope": {"rescale": RESCALE}, "dype": {"method": "yarn", "time": 0.7}}
 RULES = each("name", EXTENSIONS)
 EXTENDED = {
     "rope": {"attention": "softmax"},
@@ -31,6 +31,7 @@ EXTENDED = {
     "rope-axial": {"attention": "softmax"},
     "rope-mixed": {},
     "rope-golden": {},
+    "harope": {},
     "mrope": {},
     "wire": {},
     "string": {"axes": 2},
@@ -113,6 +114,96 @@ def test_yarn_counts_on_beyond_the_last_pair():
     turns = trained * w / (2 * math.pi)
     assert 1 < turns[-1] < 32
     close(kept, (turns.log() / math.log(32)).clamp(max=1))
+
+
+def released_dype(count, base, trained, factor, time):
+    """The frequencies of DyPE's released YaRN for one axis, ``[count]``."""
+    pair = torch.arange(count, dtype=torch.float64)
+    plain = base ** (-pair / count)
+    larger = (base * factor ** (2 * count / (2 * count - 2))) ** (-pair / count)
+
+    def mask(fast, slow):
+        bound = [count * math.log(trained / (n * time**2 * 2 * math.pi)) / math.log(base) for n in (fast, slow)]
+        low, high = max(math.floor(bound[0]), 0), min(math.ceil(bound[1]), count)
+        assert low <= high  # beyond, the code's ramp falls
+        return 1 - ((pair - low) / (high - low + 0.001 * (high == low))).clamp(0, 1)
+
+    first, second = mask(1.25, 0.75), mask(16, 2)
+    mixed = plain / factor * (1 - first) + larger * first
+    return mixed * (1 - second) + plain * second
+
+
+@each("time", [1.0, 0.8, 0.5, 0.3, 0.1])
+@each(("count", "trained"), [(28, 64), (8, 32)])
+def test_dype_is_its_released_code(time, count, trained):
+    w, factor = rope_frequencies(count), 3.0
+    found = rule("dype", factor, trained, method="yarn", time=time)(w[None, None])[0, 0]
+    close(found, released_dype(count, 10000.0, trained, factor, time))
+    larger = 10000.0 * factor ** (2 * count / (2 * count - 2) * 2 * time**2)
+    close(rule("dype", factor, method="ntk", time=time)(w[None, None])[0, 0], rope_frequencies(count, larger))
+    assert rule("dype", factor, method="yarn").attention_factor == 0.1 * math.log(factor) + 1
+    assert rule("dype", factor, method="ntk").attention_factor == 1
+
+
+@each("method", ["ntk", "yarn"])
+def test_dype_has_one_rule_on_each_axis_and_ends_without(method):
+    line, plane = schemes.rope(8, base=100.0), schemes.rope_axial(16, base=100.0)
+    for scheme in (line, plane):
+        scheme.extend("dype", factor=4, trained=16, method=method, time=0.6)
+    one, both = (scheme.encoding.extended(scheme.encoding.parameter)[0] for scheme in (line, plane))
+    close(both, torch.block_diag(one, one))
+    before = schemes.rope(8).encoding.parameter
+    close(schemes.rope(8).extend("dype", factor=4, trained=16, method=method, time=0).encoding.extended(before), before)
+
+
+def test_without_rotation_only_the_order_of_a_causal_mask_is_left():
+    scheme = schemes.rope(8, HEADS, attention="softmax").extend("drop", factor=4, sharpness=1.2)
+    content, x = inputs(1, t=6), sequence(6)
+    none = schemes.none(8, HEADS, attention="softmax")
+    q, k, v = content
+    close(scheme(*content, x, causal=True), none(1.2**2 * q, k, v, x, causal=True))
+    assert laws.check(schemes.rope(8, HEADS).extend("drop", factor=2)).broken == ["seen"]
+
+
+W = rope_frequencies(16, 1000.0)
+TARGET = torch.tensor([1.9 ** (i / 5) for i in range(5)] + [4.1, 4.1, 4.2, 4.5, 4.5, 5, 5, 5.5, 6, 6, 6]).double()
+
+
+def distance(rule):
+    return (torch.tensor(rule.rescale, dtype=torch.float64) - TARGET).square().sum().item()
+
+
+def test_the_search_finds_lower_scores_and_keeps_its_constraints():
+    seen = []
+
+    def score(one):
+        seen.append(one)
+        return distance(one)
+
+    found = search(score, W, factor=4, trained=256, rounds=30, seed=1, sharpness=1.1)
+    assert isinstance(found, LongRope)
+    assert distance(found) == min(map(distance, seen)) < 0.5 * distance(seen[0])
+    assert len({one.rescale for one in seen}) == len(seen)  # each is scored once
+    whole = int((2 * math.pi <= 256 * W).sum())
+    for one in seen:
+        rescale = torch.tensor(one.rescale, dtype=torch.float64)
+        critical = next(i for i, value in enumerate(one.rescale) if value >= 4)
+        assert critical <= whole
+        assert rescale[-1] <= 8
+        assert (rescale.diff() >= 0).all()
+        close(rescale[:critical], rescale[critical] ** (torch.arange(critical) / critical))
+    again = search(distance, W, factor=4, trained=256, rounds=30, seed=1, sharpness=1.1)
+    assert again == found
+    assert found.attention_factor == 1.1
+    scheme = schemes.rope(32, base=1000.0, attention="softmax").extend(**found.arguments)
+    close(scheme.encoding.extended(scheme.encoding.parameter)[0, 0], W / torch.tensor(found.rescale, dtype=torch.float64))
+
+
+def test_scores_that_are_no_numbers_lose():
+    calls = iter([math.nan, math.inf] + [1.0 / n for n in range(1, 1000)])
+    assert search(lambda rule: next(calls), W, factor=2, trained=256, rounds=2).rescale
+    with pytest.raises(ValueError, match="score: expected finite numbers, got none"):
+        search(lambda rule: math.nan, W, factor=2, trained=256, rounds=2)
 
 
 def test_llama3_is_linear_in_turns():
@@ -343,7 +434,7 @@ def test_positions_are_interpolated_where_frequencies_make_no_series(name):
     x = grid(3, 3)
     rho = scheme.encoding.key(x, torch.float64)
     before = rho(q) @ rho(k).mT
-    known = {"grape": ("linear", "llama3", "longrope"), "liere": ("linear",)}[name]
+    known = {"grape": ("linear", "llama3", "longrope", "drop"), "liere": ("linear",)}[name]
     for kind in EXTENSIONS:
         options = {"rescale": [2.0] if name == "grape" else RESCALE} if kind == "longrope" else {}
         if kind not in known:
@@ -356,7 +447,7 @@ def test_positions_are_interpolated_where_frequencies_make_no_series(name):
         options = {"rescale": [2.0], "sharpness": 1.0} if kind == "longrope" else {}
         finer = copy.deepcopy(scheme).extend(kind, factor=2, trained=4, **options)
         rho = finer.encoding.key(2 * x, torch.float64)
-        if kind != "llama3":  # by turns: fast planes stay
+        if kind in ("linear", "longrope"):  # llama3 goes by turns: fast planes stay
             close(rho(q) @ rho(k).mT, before)
         if name == "grape":
             close(rho(q) @ rho(k).mT, score(canonical(finer), q, k, 2 * x, 2 * x))
@@ -411,7 +502,10 @@ def test_schemes_without_rotary_frequencies(scheme):
 @each(
     ("call", "message"),
     [
-        (lambda s: s.extend("ntk", factor=2), r"extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'ntk'"),
+        (
+            lambda s: s.extend("ntk", factor=2),
+            r"extend: expected one of linear, dynamic, .*, drop, got 'ntk'",
+        ),
         (lambda s: s.extend("linear", factor=0.5), r"factor: expected a ratio of sequence lengths of at least 1, got 0.5"),
         (lambda s: s.extend("linear", factor=math.inf), r"factor: expected"),
         (lambda s: s.extend("linear", factor=math.nan), r"factor: expected"),
@@ -428,6 +522,14 @@ def test_schemes_without_rotary_frequencies(scheme):
             lambda s: s.extend("longrope", factor=2, trained=9),
             r"rescale: expected a positive factor .*got \[\]",
         ),
+        (lambda s: s.extend("dype", factor=2, time=1.5), r"time: expected a number from 1, pure noise, to 0, .* got 1.5"),
+        (lambda s: s.extend("dype", factor=2, method="pi"), r"method: expected one of ntk, yarn, got 'pi'"),
+        (lambda s: s.extend("dype", factor=2, method="yarn"), r"trained: expected the number of positions in training"),
+        (lambda s: s.extend("dype", factor=2, power=0), r"power: expected a positive exponent of time"),
+        (lambda s: s.extend("drop", factor=2, sharpness=-1), r"sharpness: expected a positive"),
+        (lambda s: search(distance, W.flip(0), factor=2, trained=9), r"frequency: expected .* fastest first"),
+        (lambda s: search(distance, W, factor=2, trained=9, population=1), r"population: expected .* at least 2, got 1"),
+        (lambda s: search(distance, W, factor=2, trained=9, most=0.5), r"most: expected a multiple of the factor"),
         (lambda s: s.extend("longrope", factor=2, trained=9, rescale=[1, 0]), r"rescale: .* got \[1.0, 0.0\]"),
         (lambda s: s.extend("longrope", factor=2, trained=9, rescale=[1, 2]), r"rescale: .* each of 4 pairs .* got 2"),
     ],

@@ -23,7 +23,7 @@ from isopos.stream import Stream
 
 T = 12
 both = pytest.mark.parametrize("kind", ATTENTION)
-every = pytest.mark.parametrize("name", ["fox", "selective", "selective:forget"])
+every = pytest.mark.parametrize("name", ["fox", "selective", "selective:forget", "carope"])
 
 
 def made(name, kind, size=0.5, **more):
@@ -47,7 +47,8 @@ def by_pairs(scheme, q, k, v):
     plain = weight = a @ b.mT
     if (turn := scheme.turn) is not None:
         content = torch.einsum("bhtd,hfd->bhtf", k, turn.weight) + turn.bias.weight[:, None]
-        angle = between(turn.frequency * content)
+        powers = torch.arange(HEAD_DIM // 2)
+        angle = between(content * turn.frequency if content.shape[-1] > 1 else (1 / (1 + F.softplus(content))) ** powers)
         (x, y), (u, w) = ((z[..., ::2], z[..., 1::2]) for z in (a, b))
         x, y, u, w = x[..., :, None, :], y[..., :, None, :], u[..., None, :, :], w[..., None, :, :]
         weight = ((x * u + y * w) * angle.cos() + (x * w - y * u) * angle.sin()).sum(-1)
@@ -81,7 +82,7 @@ def test_at_the_start_gates_are_one_half_and_angles_those_of_rope(kind):
     content, x = inputs(2, t=T, dtype=torch.float32), sequence(T)
     half = Decay(torch.full((HEADS,), math.log(2)))
     none, rope = schemes.none(HEAD_DIM, HEADS, attention=kind, decay=half), schemes.rope(HEAD_DIM, HEADS, attention=kind)
-    for name, same in (("fox", none), ("selective", rope)):
+    for name, same in (("fox", none), ("selective", rope), ("carope", rope)):
         close(*(s(*content, x, causal=True) for s in (schemes.REGISTRY[name](HEAD_DIM, HEADS, attention=kind), same)))
 
 
@@ -284,6 +285,10 @@ def test_what_does_not_fit_is_refused():
         schemes.horn_clipped(8, 2, decay="forget")
     with pytest.raises(ValueError, match="head size: expected an even number"):
         schemes.selective(7, 2)
+    with pytest.raises(ValueError, match="head size: expected an even number of at least 4 features, got 2"):
+        schemes.carope(2, 2)
+    with pytest.raises(ValueError, match=r"base: expected a number above 1, got 1\.0"):
+        schemes.carope(8, 2, base=1.0)
     scheme, state = schemes.selective(8, 2), isopos.State()
     _, state = scheme(q, k, v, sequence(3), state=state, causal=True)
     with pytest.raises(ValueError, match="state: expected one of 1 phases, got one of 4"):

@@ -1185,10 +1185,10 @@ DEFAULTS = """
     ape-ring: linear elu+1 plain none, period=128 seed=0
     ape-tree: linear elu+1 plain none, branches=2 initial=rope base=10000.0 seed=0
     ape-product: linear elu+1 plain none, parts=sequence+tree2 initial=rope base=10000.0 seed=0
-    rope-axial: linear elu+1 plain none, axes=2 base=100.0
+    rope-axial: linear elu+1 plain none, axes=2 base=100.0 layout=interleaved
     rope-mixed: linear elu+1 plain none, axes=2 base=10.0 learned=True seed=0
     rope-golden: linear elu+1 plain none, axes=2 base=100.0
-    mrope: linear elu+1 plain none, interleaved=False base=10000.0 layout=interleaved
+    mrope: linear elu+1 plain none, interleaved=False time=fast base=10000.0 layout=interleaved
     horn-constrained: linear elu+1 encoded none, axes=1 sinusoids=8 learned=False outside=0
         inside=False base=10000.0
     horn-clipped: linear elu+1 plain none, axes=1 outside=0 mean=0.0 seed=0
@@ -1208,6 +1208,9 @@ DEFAULTS = """
     p-rope: linear elu+1 plain none, p=0.75 base=10000.0 layout=interleaved
     retnet: linear elu+1 plain retnet, original=False frequencies=rope base=10000.0
     xpos: linear elu+1 encoded none, base=10000.0 length=512.0
+    harope: linear elu+1 plain none, axes=2 base=10000.0 released=False
+    drope: linear elu+1 plain none, base=10000.0
+    carope: linear elu+1 plain none, base=10000.0 layout=interleaved
     wire: linear elu+1 plain none, axes=8 learned=True seed=0
     prope: linear elu+1 plain none, base=100.0 layout=interleaved transport=True
     jordan: linear elu+1 plain retnet, order=2 growth=0.0 base=10000.0 length=1024.0

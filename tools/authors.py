@@ -55,7 +55,9 @@ AUTHORS = {
     ),
     "ape-product": Code("no code"),
     "rope-axial": Code(
-        "naver-ai/rope-vit", "columns come before rows in positions; the class token is not rotated, as one at the origin"
+        "naver-ai/rope-vit",
+        "columns come before rows in positions; the class token is not rotated, as one at the origin. DINOv3, in "
+        "transformers: pairs (i, i + d/2) (`layout=half`), positions by `isopos.patches`, draws of the box in float32",
     ),
     "rope-mixed": Code(
         "naver-ai/rope-vit",
@@ -70,8 +72,17 @@ AUTHORS = {
     "mrope": Code(
         "huggingface/transformers",
         "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
-        "(`base=500000`), and its axes alternate (`interleaved=true`)",
+        "(`base=500000`), and its axes alternate (`interleaved=true`); VideoRoPE and HoPE (`time=slow`, `time=none`): "
+        "positions by `isopos.frames`, times two steps apart, or drawn for each video; VRoPE: four sections, "
+        "`layout=corners` of `isopos.frames`",
     ),
+    "harope": Code(
+        "Studentxll/HARoPE",
+        "keys have the inverse transposed matrix (`released=true`); skew matrices are (A - A^T) / 2, and factors "
+        "softplus(r); each layer has separate matrices; softmax attention only",
+    ),
+    "drope": Code("no code"),
+    "carope": Code("no code"),
     "wire": Code("no code"),
     "prope": Code(
         "liruilong940607/prope",

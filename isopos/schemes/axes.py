@@ -1,15 +1,15 @@
-"""Rotations of feature pairs over several axes: axial, mixed and golden rotary, M-RoPE, and WIRE for graphs."""
+"""Rotations of feature pairs over several axes: axial, mixed, golden and adaptive rotary, M-RoPE, and WIRE for graphs."""
 
 import math
 from collections.abc import Sequence
 from operator import index
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from isopos import encodings
-from isopos.catalog import at_least
+from isopos import couplings, encodings
+from isopos.catalog import at_least, expect
 from isopos.encodings import rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
@@ -32,6 +32,7 @@ def rope_axial(
     axes: int = 2,
     sections: Sections = None,
     base: float = 100.0,
+    layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
 ) -> Scheme:
     """Rotation of feature pairs, each pair by one axis.
@@ -43,9 +44,11 @@ def rope_axial(
         sections: Pairs of each axis, with sum d/2: [6, 2], or "6+2" as text. Equal shares by default; where d/2 does not
             divide, the first axes have one pair more.
         base: 100 in the paper, for images of a few dozen patches per side.
+        layout: Input layout of pairs: "interleaved" (2i, 2i+1), or "half" (i, i + d/2), as in DINOv3, which is this scheme
+            at `isopos.patches`, positions that do not depend on the resolution.
     """
     frequency = _axial(even(head_dim) // 2, axes, sections, base)
-    return compose(encodings.Rotary(frequency[None]), heads, choices)
+    return compose(laid_out(encodings.Rotary(frequency[None]), layout), heads, choices)
 
 
 @register(
@@ -115,6 +118,7 @@ def mrope(
     *,
     sections: Sections = None,
     interleaved: bool = False,
+    time: Literal["fast", "slow", "none"] = "fast",
     base: float = 10000.0,
     layout: PairLayout = "interleaved",
     **choices: Unpack[Choices],
@@ -122,33 +126,61 @@ def mrope(
     """Rotation of feature pairs, divided among time, height and width.
 
     Each frequency of rope multiplies one coordinate of (time, height, width). If the coordinates are equal, as for text,
-    this is rope. Positions are ``[*b t 3]``; position ids ``[3 b t]`` of transformers become this by ``ids.movedim(0, -1)``.
-    They may be real numbers.
+    this is rope. Positions are ``[*b t 3]``, and may be real numbers: `isopos.frames` arranges text and videos; position ids
+    ``[3 b t]`` of transformers become this by ``ids.movedim(0, -1)``.
 
     Args:
         sections: Pairs of each axis, with sum d/2: [16, 24, 24], or "16+24+24" as text. By default one quarter for time and
             the rest for height and width, as in Qwen2-VL, or if interleaved [24, 20, 20] of 64, as in Qwen3-VL. An axis with
-            0 pairs is ignored, such as time in a head of 4 features.
+            0 pairs is ignored, such as time in a head of 4 features. Four equal ones, interleaved, are VRoPE's.
         interleaved: Assign pairs to axes in rotation while an axis has pairs left, and the rest to the first axis, so that
             each axis has fast and slow frequencies. Otherwise time has the fastest frequencies and width the slowest.
+        time: "fast": as above. "slow": time has the slowest pairs, and height and width alternate over the others, as in
+            VideoRoPE (Wei et al. 2025, arXiv 2502.05173). "none": in addition, the pairs of time do not rotate, as in HoPE
+            (Li et al. 2025, arXiv 2505.20444), so that content is compared at any distance; text is then p-rope.
         base: 10^6 in the checkpoints of Qwen2-VL, whose layout is "half".
     """
     count = even(head_dim) // 2
     if sections is None:
         plane = max(1, count * 5 // 16 if interleaved else count * 3 // 8)
         sections = [count - 2 * plane, plane, plane]
+    expect("time", time, ("fast", "slow", "none"))
     shares = _shares(sections, count, 0)
-    axis = [n for n, share in enumerate(shares) for _ in range(share)]
-    if interleaved:
-        axis = [pair % len(shares) if pair // len(shares) < shares[pair % len(shares)] else 0 for pair in range(count)]
-        for n, share in enumerate(shares[1:], 1):
-            if (available := len(range(n, count, len(shares)))) < share:
-                raise ValueError(
-                    f"sections: expected at most {available} pairs for axis {n}, since {len(shares)} axes alternate over "
-                    f"{count} pairs, got {_text(sections)}"
-                )
+    axis = _slow_time(shares, interleaved) if time != "fast" else _assigned(shares, interleaved)
     selected = torch.eye(len(shares), device="cpu", dtype=torch.float64)[:, axis]
+    if time == "none":
+        selected[0] = 0
     return compose(laid_out(encodings.Rotary((selected * rope_frequencies(count, base))[None]), layout), heads, choices)
+
+
+@register(
+    citation="Li et al. 2025, HARoPE, arXiv 2510.10489",
+    equation="<A q, R(w t) A k>, A = U diag(s) V^T",
+    cost="d^3 once, t d^2",
+    extends="any number of axes",
+    learns="A, one matrix per head",
+)
+def harope(
+    head_dim: int,
+    heads: int,
+    *,
+    axes: int = 2,
+    base: float = 10000.0,
+    released: bool = False,
+    **choices: Unpack[Choices],
+) -> Scheme:
+    """Rotation of feature pairs, each pair by one axis, behind a learned linear map per head.
+
+    Queries and keys are multiplied by A, which mixes axes and frequencies, then rotate as in `rope_axial`, which this is at
+    the start. Scores are relative; A stretches features, so it is no isometry, unlike the basis of `string`.
+
+    Args:
+        head_dim: d, even, at least 2 for each axis.
+        released: Multiply keys by the inverse transposed A, as the authors' code does, so that A has no effect on a score at
+            equal positions; by default by A, as in the paper.
+    """
+    encoding = encodings.Rotary(_axial(even(head_dim) // 2, axes, None, base)[None])
+    return compose(couplings.Adapted(encoding, heads, dual=released), heads, choices)
 
 
 @register(
@@ -175,12 +207,45 @@ def wire(
     return compose(encodings.Rotary(frequency, learned=learned), heads, choices)
 
 
+def _assigned(shares: Sequence[int], interleaved: bool) -> list[int]:
+    """The axis of each pair: axis by axis, or in rotation."""
+    if not interleaved:
+        return [n for n, share in enumerate(shares) for _ in range(share)]
+    count = sum(shares)
+    for n, share in enumerate(shares[1:], 1):
+        if (available := len(range(n, count, len(shares)))) < share:
+            raise ValueError(
+                f"sections: expected at most {available} pairs for axis {n}, since {len(shares)} axes alternate over "
+                f"{count} pairs, got {_text(shares)}"
+            )
+    return [pair % len(shares) if pair // len(shares) < shares[pair % len(shares)] else 0 for pair in range(count)]
+
+
+def _slow_time(shares: Sequence[int], interleaved: bool) -> list[int]:
+    """The axis of each pair: height and width in turn, then time."""
+    if interleaved:
+        raise ValueError(
+            "interleaved: expected False where time has the slowest pairs, got True; height and width alternate"
+        )
+    if len(shares) != 3 or not 0 <= shares[1] - shares[2] <= 1:
+        raise ValueError(
+            "sections: expected pairs of time, height and width, as many of width as of height or one less, where time has "
+            f"the slowest pairs, got {_text(shares)}"
+        )
+    return [1 + pair % 2 for pair in range(shares[1] + shares[2])] + [0] * shares[0]
+
+
 def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
     """Frequencies ``[c f]`` of f pairs; each is zero on all axes except one."""
+    return axial(sections_of(count, axes, sections), base)
+
+
+def sections_of(count: int, axes: int, sections: Sections) -> list[int]:
+    """Numbers of pairs of each axis, at least 1, with sum `count`: those given, or equal shares."""
     shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
-    return axial(shares, base)
+    return shares
 
 
 def _shares(sections: str | Sequence[int], count: int, least: int = 1) -> list[int]:

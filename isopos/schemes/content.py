@@ -1,10 +1,10 @@
-"""Content-dependent positions: forget gates and selective rotation, read from keys. Causal."""
+"""Content-dependent positions: forget gates, selective rotation and CARoPE, read from keys. Causal."""
 
 from typing import Unpack
 
 from isopos import encodings
 from isopos.encodings import rope_frequencies
-from isopos.phases import SelectiveRotation
+from isopos.phases import ContentFrequency, SelectiveRotation
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
@@ -43,4 +43,27 @@ def selective(
     ``decay="forget"`` adds forget gates, as the paper does.
     """
     rotation = SelectiveRotation(head_dim, heads, rope_frequencies(even(head_dim) // 2, base))
+    return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=rotation)
+
+
+@register(
+    citation="Veisi et al. 2025, CARoPE, arXiv 2507.23083, section 2",
+    equation="<q, R(sum f_m^i) k>, f_m = 1 / (1 + softplus(<w, k_m> + b))",
+    cost="t d",
+    extends="any group, by tokens between",
+    learns="w and b",
+)
+def carope(
+    head_dim: int, heads: int, *, base: float = 10000.0, layout: PairLayout = "interleaved", **choices: Unpack[Choices]
+) -> Scheme:
+    """Rotation of feature pairs by powers of a content-dependent frequency per head; causal.
+
+    Each token turns later tokens relative to earlier ones by f, f^2, ..., where f is read from its key. At the start every
+    token has rope's frequencies, so this is rope at consecutive positions. The positions that a caller passes are ignored.
+
+    Args:
+        head_dim: d, even, at least 4: one frequency has powers from 0 on, and the first does not depend on content.
+        base: Base of the frequencies at the start, above 1.
+    """
+    rotation = ContentFrequency(head_dim, heads, base)
     return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=rotation)

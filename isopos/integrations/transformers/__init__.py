@@ -2,9 +2,10 @@
 
 `patch`, `unpatch`, `patched` and `load` put a scheme into a model of theirs, and `rotary_scheme` is the one that it has.
 `over` runs one over a group of processes. `IsoposForCausalLM` is a model of ours, which their Auto classes know, and
-`from_decoder` makes it of a trained `isopos.Decoder`. `converted`, `distances` and `transferred` are for the way from softmax
-to linear attention, by schemes of `linear_scheme`. `convert_layout` and `absorb` are the functions of `isopos.nn` for a whole checkpoint. The first use of a
-name imports transformers, which takes seconds, and makes our attention and our model known to it.
+`from_decoder` makes it of a trained `isopos.Decoder`. `converted`, `distances` and `transferred` are for the way from
+softmax to linear attention, by schemes of `linear_scheme`. `convert_layout` and `absorb` are the functions of `isopos.nn`
+for a whole checkpoint. The first use of a name imports transformers, which takes seconds, and makes our attention and our
+model known to it.
 """
 
 import importlib
@@ -21,17 +22,8 @@ if TYPE_CHECKING:
 _PARTS = ("patching", "native", "layouts", "conversion", "model", "sharding")
 
 __all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "absorb", "convert_layout", "from_decoder", "load", "patch"]
-__all__ += [
-    "converted",
-    "cut_labels",
-    "distances",
-    "linear_scheme",
-    "over",
-    "patched",
-    "rotary_scheme",
-    "transferred",
-    "unpatch",
-]
+__all__ += ["converted", "cut_labels", "distances", "linear_scheme", "over", "patched", "rotary_scheme", "transferred"]
+__all__ += ["unpatch"]
 
 
 def __getattr__(name: str) -> Any:
