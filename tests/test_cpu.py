@@ -391,7 +391,7 @@ EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 @each("causal", [True, False])
 @each("phi", ["elu+1", "relu", "relu2", "exp"])
 def test_features_of_extreme_numbers(each_library, phi, causal):
-    """A key holds one number only, and a value of its own: each feature and each slope is seen alone."""
+    """A key holds one number only, and a value of its own: each feature and each derivative is seen alone."""
     x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
     inputs = torch.zeros_like(x), x, torch.eye(len(EXTREME))[None, None]
     given = {"feature_map": FEATURE_MAPS[phi], "causal": causal, "denominator": None}

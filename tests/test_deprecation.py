@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import isopos
+from isopos.feature_maps import FeatureMap
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,15 @@ def test_an_argument_and_a_property_of_before_serve_with_a_warning():
         expected = attend(q, q, q, phases=path, causal=True)
         with pytest.warns(DeprecationWarning, match="^argument path is phases now; the old name goes"):
             assert torch.equal(attend(q, q, q, path=path, causal=True), expected)
+
+
+def test_the_derivative_of_a_feature_map_was_its_slope():
+    with pytest.warns(DeprecationWarning, match="^argument slope is derivative now; the old name goes"):
+        cube = FeatureMap("cube", lambda x: x**3, slope=lambda x, y: y.copy_(3 * x**2))
+    x = torch.randn(5)
+    assert torch.equal(cube.derivative(x, cube(x)), 3 * x**2)
+    with pytest.warns(DeprecationWarning, match="^FeatureMap.slope is derivative now; the old name goes"):
+        assert cube.slope is cube.derivative
 
 
 @torch.no_grad()

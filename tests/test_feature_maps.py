@@ -48,12 +48,12 @@ def test_gradients_are_finite_and_right(name):
 
 @each("dtype", [torch.float32, torch.float64])
 @each("name", FEATURE_MAPS)
-def test_slopes_are_those_of_autograd_at_zero_and_beside_it(name, dtype):
-    """The slope of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
+def test_derivatives_equal_autograd_at_and_near_zero(name, dtype):
+    """The derivative of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
     x = torch.cat((arguments(name), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12]))).to(dtype).requires_grad_()
     phi, y = FEATURE_MAPS[name], torch.empty_like(x)
     phi.write(x.detach(), y, torch.empty_like(x))
-    torch.testing.assert_close(phi.slope(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
+    torch.testing.assert_close(phi.derivative(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
 
 
 @each("name", ["elu+1", "relu", "exp"])
@@ -73,10 +73,10 @@ def test_the_c_kernel_has_the_values_and_derivatives_of_the_table(lanes, phi):
     """In float64; derivatives at NaN or infinity are multiplied by a gradient that is lost already."""
     if (lib := library.libraries()[0].get(lanes)) is None:
         pytest.skip(f"no library with vectors of {lanes} numbers: {library.libraries()[1]}")
-    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
+    y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, derivative))
     lib.isopos_features(ctypes.c_long(COMPILED.index(phi)), *pointers, ctypes.c_long(EDGES.numel()))
-    as_the_table(phi, y, slope)
+    as_the_table(phi, y, derivative)
 
 
 # From outside

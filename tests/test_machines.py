@@ -118,10 +118,10 @@ def test_rotations(kernel, monkeypatch):
 
 def test_feature_maps(kernel):
     for n, phi in enumerate(COMPILED):
-        y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
+        y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, derivative))
         kernel.isopos_features(ctypes.c_int64(n), *pointers, ctypes.c_int64(EDGES.numel()))
-        as_the_table(phi, y, slope)
+        as_the_table(phi, y, derivative)
 
 
 @pytest.mark.parametrize(

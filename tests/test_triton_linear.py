@@ -31,19 +31,19 @@ SERVED = [*(name for name in LINEAR if name != "favor"), *ALL_KEYS]
 
 
 @gpu.language()[0]
-def _features(x, y, slope, PHI: tl.constexpr, N: tl.constexpr):
+def _features(x, y, derivative, PHI: tl.constexpr, N: tl.constexpr):
     n = tl.arange(0, N)
     number = tl.load(x + n)
     value = tiles.phi(number, PHI)
     tl.store(y + n, value)
-    tl.store(slope + n, tiles.slope(number, value, PHI))
+    tl.store(derivative + n, tiles.derivative(number, value, PHI))
 
 
 @pytest.mark.parametrize("phi", COMPILED, ids=lambda phi: phi.name)
 def test_feature_maps_have_the_values_and_derivatives_of_the_table(phi):
-    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-    _features[(1,)](EDGES, y, slope, PHI=phi.name, N=EDGES.numel())
-    as_the_table(phi, y, slope)
+    y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    _features[(1,)](EDGES, y, derivative, PHI=phi.name, N=EDGES.numel())
+    as_the_table(phi, y, derivative)
 
 
 @pytest.fixture(autouse=True)

@@ -99,7 +99,7 @@ class Features(NamedTuple):
     @property
     def direct(self) -> bool:
         """Whether `write` and `adjoint` serve it, without a graph."""
-        direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.slope is not None
+        direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.derivative is not None
         return direct and (self.map is None or self.map.linear)
 
     def table(self, needs: Sequence[bool]) -> int | None:
@@ -178,12 +178,12 @@ class Features(NamedTuple):
         if self.ready(x):
             return grads[0], None
         assert isinstance(self.phi, FeatureMap)
-        assert self.phi.slope is not None
+        assert self.phi.derivative is not None
         grad = (grads[0] if self.map is None else self.map.adjoint(grads[0])).to(self.dtype or x.dtype)
         for other in grads[1:]:
             grad = grad.add_(other)
         self._drop(grad)
-        return grad, None if self.phi is identity else self.phi.slope(x, buffers("plain", *grad.shape))
+        return grad, None if self.phi is identity else self.phi.derivative(x, buffers("plain", *grad.shape))
 
     def _mapped(self, plain: Tensor) -> Tensor:
         return plain if self.map is None else self.map.apply(plain).to(plain.dtype)

@@ -172,20 +172,21 @@ class Operand:
     def pull(self, n: int, span: Span, grads: Sequence[Tensor]) -> None:
         """Add the gradients of group n, which was read last, from those of its features."""
         assert self.grad_xs is not None
-        slope = None
+        derivative = None
         if self.direct:
-            own, slope = self.here.adjoint(self.xs[n], grads, self.buffers)
+            grad_x, derivative = self.here.adjoint(self.xs[n], grads, self.buffers)
         else:
             pairs = [(out, grad) for out, grad in zip(self.outputs, grads, strict=True) if out.requires_grad]
-            own, *learned = torch.autograd.grad([o for o, _ in pairs], self.leaves, [g for _, g in pairs])
+            grad_x, *learned = torch.autograd.grad([o for o, _ in pairs], self.leaves, [g for _, g in pairs])
             for buffer, grad in zip([x for x in self._grads(span.place) if x is not None], learned, strict=True):
                 buffer.add_(grad)
-        if slope is not None:
-            torch.mul(own, slope, out=self.grad_xs[n]) if self.first else self.grad_xs[n].addcmul_(own, slope)
+        if derivative is not None:
+            out = self.grad_xs[n]
+            torch.mul(grad_x, derivative, out=out) if self.first else out.addcmul_(grad_x, derivative)
         elif self.first:
-            self.grad_xs[n].copy_(own)
+            self.grad_xs[n].copy_(grad_x)
         else:
-            self.grad_xs[n].add_(own)
+            self.grad_xs[n].add_(grad_x)
 
 
 def operands_of(sums: Sums, needs: Sequence[bool]) -> tuple[list[Operand], Buffers]:

@@ -315,12 +315,12 @@ def _pull(
         if KIND == "gather":  # what is not gathered is in another order, which other programs have
             own, own_x, _, own_both = tiles.load_plain(inputs, inputs.table, place, token, ok, column, width, PHI, "none")
             of_decay += tl.sum(own * down, 1)
-            value = tl.where(own_both, down * tiles.slope(own_x, own, PHI), 0)
+            value = tl.where(own_both, down * tiles.derivative(own_x, own, PHI), 0)
             _write(grads.plain, place, token, ok, column[None, :], inside, value, ADD)
         else:
             of_decay += tl.sum(plain * down, 1)
             back += down
-    value = tl.where(both, back * tiles.slope(x, plain, PHI), 0)
+    value = tl.where(both, back * tiles.derivative(x, plain, PHI), 0)
     _write(grads.x, place, token, ok, at, inside, value, ADD)
     if grads.decay is not None:
         tl.store(tiles.address(grads.decay, place, token) + tiles.block_of(shape), of_decay, mask=ok)

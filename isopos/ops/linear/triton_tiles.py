@@ -82,7 +82,7 @@ def phi(x, PHI: tl.constexpr):
 
 
 @jit
-def slope(x, y, PHI: tl.constexpr):
+def derivative(x, y, PHI: tl.constexpr):
     """The derivative of y = phi(x)."""
     if PHI == "elu+1":
         z = tl.where(x > 0, 1.0, y)

@@ -12,8 +12,8 @@ INLINE lanes feature(int64_t phi, lanes x)
     return phi == EXP ? exponential(x, 89) : x;
 }
 
-/* Of x and its feature y. */
-INLINE lanes slope(int64_t phi, lanes x, lanes y)
+/* The derivative phi'(x), from x and its feature y = phi(x). */
+INLINE lanes derivative(int64_t phi, lanes x, lanes y)
 {
     const lanes zero = {0}, one = zero + 1.0f;
     if (phi == ELU1)
@@ -53,11 +53,11 @@ static void map(int64_t phi, const float *x, float *y, int64_t width)
 }
 
 /* phi(x) and phi'(x) of numbers up to whole vectors: what tests compare with feature_maps.py. */
-EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *derivative, int64_t count)
+EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *derivatives, int64_t count)
 {
     map(phi, x, y, count);
     for (int64_t m = 0; m < count; m += LANES)
-        *(lanes *)(derivative + m) = slope(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
+        *(lanes *)(derivatives + m) = derivative(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
 }
 
 #define OTHER(l) HALF1(l)
@@ -321,7 +321,7 @@ static void pull_token(int64_t phi, const float *x, const float *y, const float 
             g += *(const lanes *)(more + m);                                                         \
         if (phi != IDENTITY) {                                                                       \
             const lanes a = *(const lanes *)(x + m);                                                 \
-            g *= slope(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                       \
+            g *= derivative(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                  \
         }                                                                                            \
         if (add)                                                                                     \
             g += *(const lanes *)(out + m);                                                          \
