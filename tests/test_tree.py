@@ -184,7 +184,7 @@ def test_autocast_does_not_reach_operators():
 
 
 def test_path_refuses_what_it_cannot_walk():
-    with pytest.raises(ValueError, match="branches from 0 to 2, one a generator, got 3"):
+    with pytest.raises(ValueError, match="branches from 0 to 2, one per generator, got 3"):
         ops.path(generators(), torch.tensor([[-1, -1], [0, 3]]))
     for function in (ops.path, ops.path_naive):
         with pytest.raises(ValueError, match=r"got row \d, its own ancestor"):

@@ -15,7 +15,7 @@ from isopos.deprecation import former_argument
 from isopos.exact import cast_down, float64_device, full_precision
 from isopos.maps import Identity
 from isopos.ops.library import watched
-from isopos.ops.linear.isolation import broken, finite, joined
+from isopos.ops.linear.containment import finite, joined, nonfinite
 from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
@@ -59,8 +59,8 @@ def softmax_attention(
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
-    Arguments that are not listed are those of `linear_attention`, and so are shared heads and NaN containment, which here
-    holds outside a compiler only.
+    Arguments that are not listed, shared heads and NaN containment are as in `linear_attention`; NaN containment holds
+    outside a compiler only.
 
     Args:
         q: Queries ``[*b h t d]``, any floating dtype.
@@ -122,19 +122,19 @@ def softmax_attention(
     t = problem.q.shape[-2]
     problem = problem if problem.shards is None else sharded.softmax_problem(problem)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = _isolated(problem)
+    out = _contained(problem)
     out = out if out.shape[-2] == t else out[..., :t, :]
     out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 
 
-def _isolated(problem: SoftmaxProblem) -> Tensor:
+def _contained(problem: SoftmaxProblem) -> Tensor:
     """Attention with NaN containment: rows that attend to no non-finite token are recomputed without these tokens."""
     out = _attend(problem)
     if finite(out) and finite(problem.q):  # PyTorch's kernel may return numbers for a query of NaN
         return out
     with torch.no_grad():
-        of_queries, of_keys = broken((problem.q,)), broken((problem.k,)) | broken((problem.v,))
+        of_queries, of_keys = nonfinite((problem.q,)), nonfinite((problem.k,)) | nonfinite((problem.v,))
         seen = ((_takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
     out = out.masked_fill(of_queries[..., None], torch.nan)
     if bool(seen.all()):
@@ -174,12 +174,12 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (rho_q(q), rho_k(k), v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         return torch.where(alive, out, 0)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
-        logits = scale * rho_q(q.to(wide)) @ rho_k(k.to(wide)).mT
-        logits = logits if locality is None else logits * locality.unsqueeze(-3).to(wide)
-        weight = F.dropout((logits + bias.to(wide)).softmax(-1), dropout, training=dropout > 0)
-        out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
+        logits = scale * rho_q(q.to(dtype)) @ rho_k(k.to(dtype)).mT
+        logits = logits if locality is None else logits * locality.unsqueeze(-3).to(dtype)
+        weight = F.dropout((logits + bias.to(dtype)).softmax(-1), dropout, training=dropout > 0)
+        out = sum((term.values(weight) for term in of_values), weight @ v.to(dtype))
     return torch.where(alive, out, 0).to(q.dtype)
 
 
@@ -239,7 +239,7 @@ def _takes_part(problem: SoftmaxProblem) -> Tensor:
 
 def _bias(problem: SoftmaxProblem) -> Tensor:
     """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
-    q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
+    q, k, g, dtype = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
     bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
@@ -247,10 +247,10 @@ def _bias(problem: SoftmaxProblem) -> Tensor:
     if bias.device != q.device:
         bias = cast_down(bias, torch.float32, q.device)
     if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
-        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
+        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, dtype))
     for term in problem.terms:
         if term.side != "value":
-            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
+            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(dtype), k.to(dtype))
     return bias
 
 
