@@ -302,7 +302,7 @@ def test_a_comparison_of_what_several_runs_learn_ranks_by_the_tasks_own_figure(i
         ),
         (
             ("--schemes=none", "--layers=2"),
-            "a model as that of runs/pre/none-seed0, got layers 2; give --layers 1",
+            "a model as in runs/pre/none-seed0, got layers 2; give --layers 1",
         ),
         (("--schemes=none", "--start=runs/pre/rope-seed0"), "got scheme none; give --scheme rope"),
         (("--schemes=none", "--start=runs/pre/none-seed0", "--hidden-dim=8"), "got hidden_dim 8; give --hidden-dim 64"),

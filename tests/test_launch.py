@@ -174,8 +174,8 @@ BAD = {
     "--resume --overwrite": "either --resume or --overwrite",
     "--patience 2": "validate_every",
     "--cutoffs 900 800 --tokenizer words": "cutoffs: expected increasing",
-    "--cutoffs 90 --tied": "tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied",
-    "--vocabulary 300": "vocabulary: expected none beside bytes",
+    "--cutoffs 90 --tied": "tied: expected false with cutoffs, whose rare tokens have fewer features; give --no-tied",
+    "--vocabulary 300": "vocabulary: expected none with bytes",
     "--heads 3": "multiple of the 3 heads",
 }
 

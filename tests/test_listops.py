@@ -250,8 +250,8 @@ def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"shortest": 9}, "longest: expected at least 9 tokens beside shortest, to draw no longer ones, got 0"),
-        ({"depth": 3, "data": "rows.tsv", "longest": 9}, "depth: expected 4 beside data, which is not random, got 3"),
+        ({"shortest": 9}, "longest: expected at least 9 tokens with shortest, which limits the length, got 0"),
+        ({"depth": 3, "data": "rows.tsv", "longest": 9}, "depth: expected 4 with data, which is not random, got 3"),
         ({"arguments": 1}, "arguments: expected a number from 2 to 250, got 1"),
         (
             {"shortest": 500, "longest": 501, "depth": 1},

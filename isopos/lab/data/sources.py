@@ -304,7 +304,7 @@ def _joined(rows: Iterable[str]) -> Iterator[bytes]:
 
 
 def _guarded(name: str, blocks: Iterator[bytes], budget: list[int]) -> Iterator[bytes]:
-    """The same blocks; errors name the line where a file is broken, and the size of what it unpacks to is limited."""
+    """The same blocks; errors name the line where a file is damaged, and the unpacked size is limited."""
     line = 1
     try:
         for block in blocks:
