@@ -43,7 +43,7 @@ OTHER = [  # results of every layer but for those of what it is
     ("meta device", "outputs are the same after to_empty and load_state_dict"),
     ("encoding", "an encoding of a known family"),
     ("shift", "positions + 37 give the same outputs up to rounding"),
-    ("positions", "two samples of a batch keep their own positions"),
+    ("positions", "two samples of a batch keep separate positions"),
     ("positions", "other positions give other outputs"),
     ("left padding", "a left-padded sample gives what it gives alone, positions counted from the first real token"),
     ("left padding", "a left-padded sample gives what it gives alone, positions left to the model"),
