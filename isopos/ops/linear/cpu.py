@@ -424,7 +424,7 @@ class Cpu(ScanKernel):
         assert stream is not None
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
-            return "a step has one state a query, and at most two axes of heads and samples"
+            return "a step has one state per query, and at most two axes of heads and samples"
         forms = (Closed.of(features, x) for features, x in zip(sums.features, sums.inputs, strict=True))
         known = [form for form in forms if form is not None]
         if len(known) < 3 or any(x.dtype != torch.float32 for x in sums.inputs):

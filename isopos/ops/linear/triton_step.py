@@ -148,7 +148,7 @@ class Step(Backend):
             return None, "a step sums up float32"
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
-            return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
+            return None, f"a step has one state per query, one axis of samples, and at most {WIDEST} features"
         pairs = zip(sums.features, sums.inputs, strict=True)
         known = [side for features, x in pairs if (side := _side(features, x)) is not None]
         if (
