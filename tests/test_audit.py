@@ -123,7 +123,7 @@ def test_faults_have_names_sources_and_checks():
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "xpos", "none"])
-def test_our_own_layers_are_sound(name):
+def test_layers_of_isopos_are_sound(name):
     scheme = getattr(isopos, name)(8, 2, attention="softmax")
     with torch.no_grad():
         [parameter.normal_() for parameter in scheme.parameters()]
@@ -527,7 +527,7 @@ def test_a_gradient_that_is_not_finite_is_named():
     assert [(a.measured, a.where) for a in report.findings] == [("a gradient is not finite", "frequency")]
 
 
-def test_a_check_of_ones_own():
+def test_a_custom_check():
     @check("zeros", "Are outputs zero?", "causal")
     def zeros(subject):
         error = float(subject.outputs(subject.tokens(1, 4)).abs().max())

@@ -80,7 +80,7 @@ def test_a_bias_is_of_a_family():
         ("none", "none"),
     ],
 )
-def test_our_own_encodings_are_named(name, words):
+def test_encodings_of_isopos_are_named(name, words):
     scheme = getattr(isopos, name)(8, 2, attention="softmax")
     with torch.no_grad():
         [parameter.normal_() for parameter in scheme.parameters() if name == "t5"]
@@ -95,7 +95,7 @@ def test_our_own_encodings_are_named(name, words):
     assert str(report).splitlines()[1].startswith("  encoding: ")
 
 
-def test_heads_with_frequencies_of_their_own_are_named():
+def test_heads_with_separate_frequencies_are_named():
     layer = faults.Learned()
     layer.frequency.data[1] *= 0.5
     (words,) = audit(layer, example=torch.randn(1, 12, 16), relative=True, checks=["encoding"]).encodings

@@ -95,7 +95,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
     ),
     ids=str,
 )
-def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, form):
+def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
@@ -406,7 +406,7 @@ def test_features_of_extreme_numbers(each_library, phi, causal):
 
 @NEEDED
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_library, dtype):
+def test_16_bit_gradients_are_rounded_to_nearest_ties_to_even(each_library, dtype):
     """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
     unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
     a = 1 + unit * torch.randint(round(1 / unit), (200,), generator=draw)

@@ -189,7 +189,7 @@ def test_favor_fused_is_its_definition(causal):
     same_everywhere(out, slow, list(leaves))
 
 
-def test_favor_scales_all_keys_by_one_factor_and_each_query_by_its_own():
+def test_favor_scales_keys_by_one_common_factor_and_each_query_by_one():
     """Exponents reach from 0 to the clamp: keys along a direction w have up to |w|^2 / 2."""
     phi = Favor(64, 5).double()
     x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None] * phi.projection[:1].double() * 64**0.25
@@ -262,7 +262,7 @@ def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
         torch.testing.assert_close(torch.cat(found, -2).double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_favor_beside_channels_that_are_added_has_no_scales():
+def test_favor_with_added_channels_has_no_scales():
     """<phi(q), phi(k)> + <a, b>, over its sum; scales of phi would drown what is added."""
     (q, k, v), phi = inputs(2, t=20), Favor(8, 12).double()
     a, b = torch.rand(2, 1, 20, 3).double()

@@ -221,7 +221,7 @@ def test_sizes_that_differ_need_one_and_are_cut_around_their_middle(tmp_path):
     Image.fromarray(pixels).save(tmp_path / "bars" / "lying" / "wide.png")
     with pytest.raises(
         ValueError,
-        match=r"^height: expected a height and a width for images .* 8 x 8 in .* and 24 x 8 in .*wide.png; --height 8 --width 8",
+        match=r"^height: expected a height and a width for images .* 8 x 8 in .* and 24 x 8 in .*wide.png; --height 8 --w",
     ):
         read_images(source)
     for height, width in ((8, 8), (16, 12)):
@@ -303,7 +303,7 @@ def test_folders_without_images_are_refused(tmp_path):
         read_images(str(tmp_path / "a.zip"))
 
 
-def test_images_are_decoded_once_whatever_their_folder_is_called(tmp_path, monkeypatch):
+def test_images_are_decoded_once_for_any_name_of_their_folder(tmp_path, monkeypatch):
     source = bars(tmp_path / "bars", 8)
     first = read_images(source)
     monkeypatch.setattr(images, "_decode", None)

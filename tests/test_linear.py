@@ -174,7 +174,7 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
 
 
 @pytest.mark.parametrize("side", ["queries", "keys"])
-def test_groups_whose_decays_are_the_same_on_one_side_have_weights_of_their_own(monkeypatch, side):
+def test_groups_with_equal_decays_on_one_side_only_have_separate_weights(monkeypatch, side):
     for name, size in {"CHUNK": 2, "GROUP": 1, "LEAST": 2, "MOST": 2}.items():
         monkeypatch.setattr(scan, name, size)
     leaves, ahead = tensors(16), torch.rand(3, 16, dtype=torch.float64)

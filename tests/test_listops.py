@@ -329,7 +329,7 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
     assert data.score(recipe.task.model(recipe), recipe, View(split="train")).reason.startswith("split: expected one of")
 
 
-def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
+def test_a_short_training_is_better_than_the_majority_and_shows_examples(tmp_path):
     """Of lists that only a maximum makes."""
     write(tmp_path / "rows.tsv", expressions(600, operators=("MAX",), depth=2))
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)

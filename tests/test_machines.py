@@ -10,7 +10,7 @@ from emulated import Emulated, absent
 from test_cpu import (  # noqa: F401 - they run here with the library of this file's fixture
     test_each_weight_is_as_exact_as_float32,
     test_features_of_extreme_numbers,
-    test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones,
+    test_16_bit_gradients_are_rounded_to_nearest_ties_to_even,
 )
 
 from isopos import rope, schemes, sequence
@@ -78,7 +78,7 @@ def test_every_problem_forward_and_backward(kernel, monkeypatch):
             assert error < 3 * allowed + 3e-6, (name, error, allowed)
 
 
-def test_narrow_numbers(kernel):
+def test_16_bit_numbers(kernel):
     for dtype in (torch.bfloat16, torch.float16):
         for width in (20, 37):
             draw = torch.Generator().manual_seed(1)

@@ -318,7 +318,7 @@ def test_unknown_values_are_not_seen():
     assert not torch.allclose(model(rows), found)  # zero is a value
 
 
-def test_a_series_of_ones_own_is_compared(isopos, tmp_path):
+def test_a_series_of_the_user_is_compared(isopos, tmp_path):
     rows = (f"{3 * n + n % 3},{np.sin(n / 4):.3f},{'' if n % 9 == 5 else n % 5}" for n in range(120))
     path = written(tmp_path, "hour,load,other\n" + "\n".join(rows))
     sizes = ["--layers=1", "--model-dim=24", "--heads=2", "--steps=2", "--batch=4", "--context=12", "--horizon=4"]

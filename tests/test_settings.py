@@ -271,7 +271,7 @@ def test_segments_of_all_samples_alike(kind):
         close(out[..., own, :], DEFINITIONS[kind](*parts, **scheme.at(x[own], dtype=torch.float64), causal=True))
 
 
-def test_packed_queries_of_other_lengths_have_segments_of_their_own():
+def test_packed_queries_of_other_lengths_have_separate_segments():
     q, k, v = inputs(2, t=5, s=7)
     queries, keys = packed([2, 3])[1], packed([4, 3])[1]
     out = softmax_attention(q, k, v, segment_ids=(queries, keys))

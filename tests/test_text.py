@@ -64,7 +64,7 @@ def read(found, split):
 
 
 @pytest.mark.parametrize(("labels", "classes"), [("cab", ("a", "b", "c")), (("10", "9", "30", "2"), ("2", "9", "10", "30"))])
-def test_texts_keep_their_classes_whatever_the_order_of_these_in_the_file(tmp_path, labels, classes):
+def test_texts_keep_their_classes_for_any_order_in_the_file(tmp_path, labels, classes):
     rows = [(f"{label} {n}", label) for n in range(60) for label in labels]
     (tmp_path / "a.csv").write_text(as_csv(rows))
     found = texts.load_texts(str(tmp_path / "a.csv"))
@@ -213,7 +213,7 @@ def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch)
         texts.load_texts(f"hf:{folders[0]}", label="genre")
 
 
-def test_labels_that_may_be_one_class_are_said(tmp_path):
+def test_labels_that_may_be_one_class_are_reported(tmp_path):
     rows = "".join(f"some {n} words,{('0', '0.0', 'nan', 'NaN')[n % 4]}\n" for n in range(200))
     (tmp_path / "a.csv").write_text("text,label\n" + rows)
     found = ready(tmp_path / "a.csv")[1]

@@ -183,7 +183,7 @@ def test_autocast_does_not_reach_operators():
     assert torch.equal(grad, torch.autograd.grad(ops.path(generator, x).square().sum(), generator)[0])
 
 
-def test_path_refuses_what_it_cannot_walk():
+def test_path_refuses_invalid_trees():
     with pytest.raises(ValueError, match="branches from 0 to 2, one per generator, got 3"):
         ops.path(generators(), torch.tensor([[-1, -1], [0, 3]]))
     for function in (ops.path, ops.path_naive):

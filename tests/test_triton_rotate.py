@@ -82,7 +82,7 @@ def test_maps_and_gradients(calls, name, case):
 
 @every_map
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_its_own_dtype(calls, name, dtype):
+def test_half_precision_keeps_its_dtype(calls, name, dtype):
     how = {"lifted": "lift" in name, "adjoint": "un" in name}
     x, table = features(2, 3, 6, 4 * MAPS[name][0], dtype=dtype), table_of(3, 6, 4)
     out = compare(lambda x, table: ops.rotate_on_gpu(x, table, **how), getattr(ops, name), x, table)

@@ -224,7 +224,7 @@ def test_what_the_kernel_does_not_know_it_refuses():
     assert STEP.serves(sums) == ""
 
 
-def test_nobody_gets_it_unasked(monkeypatch):
+def test_it_is_off_by_default(monkeypatch):
     monkeypatch.delenv("ISOPOS_TRITON")
     scheme = isopos.rope(8, 2)
     sums, *_ = at_end(scheme, content(scheme, 3, 2))
