@@ -396,10 +396,8 @@ def gradients(
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
         near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        dy, down = (
-            tiles.dot(near, tl.trans(state), PRECISION),
-            tl.broadcast_to(feature_sum[None, :], (C, feature_sum.shape[0])),
-        )
+        dy = tiles.dot(near, tl.trans(state), PRECISION)
+        down = tl.broadcast_to(feature_sum[None, :], (C, feature_sum.shape[0]))
         if sources.x is not None:
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
