@@ -377,7 +377,7 @@ def gradients(
     """
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
     column = shape.part * E + tl.arange(0, E)
-    state, feature_sum = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
+    state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
     of_normal = tl.zeros((X,), tl.float32)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
@@ -396,8 +396,7 @@ def gradients(
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
         near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        dy = tiles.dot(near, tl.trans(state), PRECISION)
-        down = tl.broadcast_to(feature_sum[None, :], (C, feature_sum.shape[0]))
+        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
         if sources.x is not None:
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
@@ -406,7 +405,7 @@ def gradients(
                 down = _with_chunk(down, inside, fed, falls, PRECISION)
             elif len(falls) > 0:
                 down *= falls[0][:, None]
-            state, feature_sum = tiles.advanced(state, feature_sum, y, fed, far, falls, PRECISION)
+            state, summed = tiles.advanced(state, summed, y, fed, far, falls, PRECISION)
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
