@@ -8,9 +8,9 @@ import torch
 from cases import ALL_KEYS, BOTH_WAYS, EDGES, LINEAR, as_the_table, linear_options, with_edges, with_gradients
 from emulated import Emulated, absent
 from test_cpu import (  # noqa: F401 - they run here with the library of this file's fixture
+    test_16_bit_gradients_are_rounded_to_nearest_ties_to_even,
     test_each_weight_is_as_exact_as_float32,
     test_features_of_extreme_numbers,
-    test_16_bit_gradients_are_rounded_to_nearest_ties_to_even,
 )
 
 from isopos import rope, schemes, sequence
