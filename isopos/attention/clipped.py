@@ -25,7 +25,7 @@ def values_of_terms(problem: LinearProblem) -> Tensor:
 
 
 def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums and denominators ``[*b h t e+1]`` plus those of all clipped terms."""
+    """Sums and denominators ``[*b h t e+1]`` plus the sums of all clipped terms."""
     values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
         score = scores_of(problem, term)

@@ -88,7 +88,7 @@ def linear_attention(
         state: State after the previous tokens of a causal stream; ``State()`` at its start. Positions count over the stream.
         return_state: Also return the state after these tokens.
         group: The processes that hold one sequence, a `ProcessGroup` or a `DeviceMesh` of one dimension: tokens here are one
-            shard of it, in the order of ranks, of any length. The result is that of the whole sequence, and so are gradients
+            shard of it, in the order of ranks, of any length. The result equals that of the whole sequence, as do gradients
             if all processes run the backward pass. Tensors have the tokens of the shard, positions count over the sequence.
             The bytes sent do not depend on the number of tokens, except with windows and clipped terms: a window sends the
             keys within it, a clipped term of a causal sequence the keys in its reach, other clipped terms all values.

@@ -69,7 +69,7 @@ FROM_SCHEMES = {
 
 
 def refuse(kind: str, names: Sequence[str]) -> Never:
-    """Raise TypeError for arguments that this kind of attention does not have, such as those of the other kind."""
+    """Raise TypeError for arguments that this kind of attention does not have, such as arguments of the other kind."""
     other = "softmax" if kind == "linear" else "linear"
     remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(FROM_SCHEMES[other]) else ""
     raise TypeError(f"{kind}_attention() got an unexpected keyword argument {names[0]!r}{remedy}")
@@ -160,7 +160,7 @@ def check_linear(
 ) -> LinearProblem:
     """The problem of linear attention; ValueError for arguments that do not fit together.
 
-    Content-dependent phases start from `path` ``[*b h c]``, those of the last token of the shard before.
+    Content-dependent phases start from `path` ``[*b h c]``, the phases of the last token of the previous shard.
     """
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     features = identity if phi is None else phi

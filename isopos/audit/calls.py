@@ -13,7 +13,7 @@ from isopos.audit.subject import Skip, Subject, relative_error
 __all__: list[str] = []
 
 GAPS = (0, 1, 2, 4, 5, 9, 10, 11, 14, 15, 16, 18)
-SEEN = 2  # a change of so many tolerances is none of rounding
+SEEN = 2  # a larger change, in tolerances, is more than rounding
 
 
 @check("shift", "Do outputs stay the same when all positions shift?", "positions")
@@ -154,7 +154,7 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
     yield compared(subject, got[1], got[0], "two paddings give the same outputs", remedy="mask padded keys in every layer")
 
 
-@check("padded rows", "Does what is not finite in padded places stay there?", "mask")
+@check("padded rows", "Does padding with NaN leave other tokens unchanged?", "mask")
 def padded_rows(subject: Subject) -> Iterator[Finding]:
     """Add a row of padding only to a batch, and for features as tokens NaN in padding; the sample must not change."""
     pad, sample = 4, subject.tokens(1, subject.length)

@@ -21,7 +21,7 @@ __all__ = ["Rotation", "bias_family", "rotation"]
 
 COUNT = 53  # tokens; a prime, which no size of a model is likely to have
 STRIDES = (1, 16, 256)  # far positions tell slow frequencies apart; further away float32 angles are too coarse
-FITS = 1e-3  # a residual below is that of rounding
+FITS = 1e-3  # a smaller residual is rounding
 COARSE = 0.05
 MOVES = 1e-5  # of the norm of a vector
 

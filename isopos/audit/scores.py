@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["Attended", "equal", "layers", "watched"]
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-FORBIDDEN = -5e3  # logits below are those of a mask
+FORBIDDEN = -5e3  # smaller logits are masked
 
 
 @dataclass(frozen=True)

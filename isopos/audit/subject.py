@@ -29,7 +29,7 @@ ABILITIES = {
 """Abilities of subjects, each with the reason why a check without it does not apply."""
 SENSITIVE = 3e-2  # least relative change of later outputs when the first token changes
 NOISY = 1e-2  # rounding above which nothing can be told
-ROUNDINGS = 32  # a difference of so many roundings is a fault
+ROUNDINGS = 32  # a difference of more roundings is a fault
 
 
 class Skip(Exception):

@@ -40,7 +40,7 @@ def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
     return found
 
 
-@check("frequencies", "Are the frequencies those that the configuration declares?")
+@check("frequencies", "Do the frequencies equal the declared ones?")
 def frequencies(subject: Subject) -> Iterator[Finding]:
     """Compare the frequencies of each module with the declared base, type, factor, trained length and share."""
     for rotary, want in _declared(subject):
@@ -75,7 +75,7 @@ def attention_factor(subject: Subject) -> Iterator[Finding]:
         yield Finding(f"factor {want:.6g}", f"{actual:.6g}", "sound" if sound else "broken", rotary.name, remedy)
 
 
-@check("tables", "Are cosines and sines those of the frequencies, far away and in lower dtypes?")
+@check("tables", "Do cosines and sines fit the declared frequencies, at far positions and in lower dtypes?")
 def tables(subject: Subject) -> Iterator[Finding]:
     """Compare cosines and sines up to the declared maximum position, within rounding of float32 angles and the dtype."""
     for rotary, _ in _declared(subject):

@@ -221,7 +221,7 @@ class Trunk(nn.Module, ABC):
     def over(self, group: Any) -> Iterator[None]:
         """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
 
-        Shards are contiguous and in the order of ranks. The features of every token are those of the whole sequence, and so
+        Shards are contiguous and in the order of ranks. The features of every token equal those of the whole sequence, and so
         are gradients, summed over the processes.
 
         Args:

@@ -171,7 +171,7 @@ class Text(Windows):
     """A corpus for predicting the next token."""
 
     task: Language
-    calls = ("advance", "loss")  # by which long windows are evaluated
+    calls = ("advance", "loss")  # used to evaluate long windows
 
     def infer(self, recipe: Recipe) -> Recipe:
         import torch

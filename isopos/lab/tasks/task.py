@@ -262,7 +262,7 @@ class Task(ABC):
         return known[name]
 
     def extent(self, view: View, axes: int) -> tuple[float, int] | None:
-        """The length of samples in a view relative to training, along positions with so many axes, and the training length.
+        """The length of samples in a view relative to training, along positions with `axes` axes, and the training length.
 
         None if the length cannot be chosen.
         """

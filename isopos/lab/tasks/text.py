@@ -102,7 +102,7 @@ class TextSamples(Labelled):
 
     @abstractmethod
     def size(self, kept: np.ndarray) -> np.ndarray:
-        """Number of tokens of samples, of whose texts so many are kept ``[samples each]``."""
+        """Number of tokens of samples, given the numbers of kept tokens of their texts ``[samples each]``."""
 
     @abstractmethod
     def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:

@@ -98,7 +98,7 @@ def refusal(sums: Sums, *, streams: bool = False) -> str:
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
     if any(isinstance(x, FakeTensor) for x in sums.inputs):
-        return "a FakeTensor has no numbers, by which it decides"
+        return "a FakeTensor has no numbers, which it needs"
     if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"
     if unnamed := [each.phi for each in sums.features if not isinstance(each.phi, FeatureMap)]:
@@ -118,7 +118,7 @@ def refuses_step(sums: Sums) -> str:
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
         return "a step has no gradients, and no compiler traces it"
     if sums.denominator == "column":
-        return "a step divides at once"
+        return "a step always divides"
     if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
         return "a step has one log decay, and another before it"
     return ""
@@ -136,7 +136,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*given, *saved)
         none = torch.empty(0)
         ctx.kernel, ctx.count = kernel, len(given)
-        ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks of saved tensors may move what is large
+        ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks may move large saved tensors
         return out
 
     @staticmethod

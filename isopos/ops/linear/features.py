@@ -225,10 +225,10 @@ class Sums:
 
     Args:
         q: Inputs of queries ``[*b h t .]``.
-        k: Inputs of keys ``[*b h s .]``, with leading dimensions as q, but for streams.
+        k: Inputs of keys ``[*b h s .]``, with the leading dimensions of q, except in streams.
         v: Inputs of values ``[*b h s e]``.
         features: Features of q, k and v. Those of queries and keys are two tensors if the denominator is unrotated.
-        g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it; without causal as many as keys.
+        g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it; without `causal`, equally many of both.
         causal: Whether query i sums over keys up to key i; the last query is aligned with the last key.
         denominator: Use of the sum of weights: None for no denominator, "column" to append it as the last column, "divide"
             to divide by it.

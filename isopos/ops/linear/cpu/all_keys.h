@@ -199,7 +199,7 @@ static void spread(const Call *call, int64_t head, int64_t part, int back, float
         vjp_keys(call, head, part, rest);
     else
         read_out(call, head, part, call->state.sums + head * state_size(call), call->state.row + head * row_size(call), rest);
-    fence(); /* what is written past the caches is there before others read it */
+    fence(); /* writes past the caches are visible before others read them */
 }
 
 static void sum_up_piece(const void *of, int64_t n, int64_t worker)

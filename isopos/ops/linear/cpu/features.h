@@ -244,7 +244,7 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, int64_t i, int
     float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
     map(o->phi, load_row(o, n, i, buffer), plain, width);
     for (int64_t m = o->numbers; m < width; m++)
-        plain[m] = 0; /* whatever phi makes of zero */
+        plain[m] = 0; /* phi(0) may differ from zero */
     if (!moves(o))
         return;
     const float *y = plain;
