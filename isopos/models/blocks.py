@@ -221,8 +221,8 @@ class Trunk(nn.Module, ABC):
     def over(self, group: Any) -> Iterator[None]:
         """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
 
-        Shards are contiguous and in the order of ranks. The features of every token equal those of the whole sequence, and so
-        are gradients, summed over the processes.
+        Shards are contiguous and in the order of ranks. The features of every token equal those of the whole sequence, as do
+        gradients, summed over the processes.
 
         Args:
             group: A `ProcessGroup`, or a `DeviceMesh` of one dimension; None for one process.
