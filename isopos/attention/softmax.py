@@ -85,8 +85,8 @@ def softmax_attention(
 
     Mask, attn_mask, window, segment_ids and causal combine. A static cache is keys and values of any capacity S, with a mask
     of filled slots; other slots may hold anything (`mask` reads none of them; `attn_mask` needs finite numbers in them,
-    except on the CPU). For several new tokens at positions p ``[t]`` add the attn_mask ``slots <= p[:, None]``; do not pass `causal`,
-    which would align the last query with the last slot.
+    except on the CPU). For several new tokens at positions p ``[t]`` add the attn_mask ``slots <= p[:, None]``; do not pass
+    `causal`, which would align the last query with the last slot.
 
     If GPU kernels are requested (`isopos.ops.gpu`), decays, terms, locality, windows, masks and segments go through
     PyTorch's flex attention, which does not store scores; a warning states what it does not serve.
