@@ -24,7 +24,7 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 	@$(BIN)/pytest -n 2 --dist worksteal -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py tests/test_audit*.py
 	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
 
-test-gpu: .venv/.installed-dev  ## on a GPU: every scheme beside float64, and Triton's kernels; TORCH_INDEX of a CUDA build, once
+test-gpu: .venv/.installed-dev  ## on a GPU: every scheme against float64, and Triton's kernels; TORCH_INDEX of a CUDA build, once
 	@$(BIN)/pytest -rs $(ARGS) tests/test_gpu.py
 	@ISOPOS_TRITON=1 $(BIN)/pytest -rs -m "triton or not triton" $(ARGS) tests/test_gpu.py tests/test_triton*.py
 

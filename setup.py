@@ -49,9 +49,9 @@ class Build(build_ext):
     def build_extension(self, ext: Extension) -> None:
         out = Path(self.get_ext_fullpath(ext.name))
         out.parent.mkdir(parents=True, exist_ok=True)
-        own = [] if TARGET.startswith("win") else ["-fPIC"]
+        pic = [] if TARGET.startswith("win") else ["-fPIC"]
         try:
-            subprocess.run([*compiler(), *COMMON, *own, *ext.extra_compile_args, *ext.sources, "-o", str(out)], check=True)
+            subprocess.run([*compiler(), *COMMON, *pic, *ext.extra_compile_args, *ext.sources, "-o", str(out)], check=True)
         except subprocess.CalledProcessError as error:
             raise CompileError(str(error)) from error
 

@@ -76,5 +76,5 @@ def own_module(name: str, what: str) -> ModuleType:
         sys.path.append("")  # last, so that no file here takes the place of a library
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ValueError(f"{what}: cannot import {name}: {type(error).__name__}: {error}") from None

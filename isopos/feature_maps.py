@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from isopos.deprecation import former_property, renamed_argument
 from isopos.exact import ExactModule
 
 __all__ = ["COMPILED", "FEATURE_MAPS", "Favor", "FeatureMap", "Phi", "elu1", "exp", "identity", "register", "relu", "relu2"]
@@ -24,13 +25,13 @@ KEY_EXPONENT = 20.0  # added to exponents of keys, which share one scale
 class FeatureMap:
     """A named feature map without parameters, which attention may therefore recompute.
 
-    Only `forward` is required. `write` and `slope` build no graph and make attention on the CPU several times faster.
+    Only `forward` is required. `write` and `derivative` build no graph and make attention on the CPU several times faster.
 
     Args:
         name: Name in `FEATURE_MAPS`, after `register`.
         forward: x ``[*b h t d]`` to features ``[*b h t d']``, differentiable, in the dtype of x.
         write: ``write(x, out, scratch)`` writes phi(x) to `out`, for elementwise maps.
-        slope: Derivative: ``slope(x, y)`` overwrites features y = phi(x) with phi'(x).
+        derivative: ``derivative(x, y)`` overwrites features y = phi(x) with phi'(x).
 
     Examples:
         >>> softplus = FeatureMap("softplus", torch.nn.functional.softplus)
@@ -41,7 +42,9 @@ class FeatureMap:
     name: str
     forward: Callable[[Tensor], Tensor]
     write: Callable[[Tensor, Tensor, Tensor], object] | None = None
-    slope: Callable[[Tensor, Tensor], Tensor] | None = None
+    derivative: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    slope = former_property("slope", "derivative")
 
     def __call__(self, x: Tensor) -> Tensor:
         """phi(x)."""
@@ -50,6 +53,8 @@ class FeatureMap:
     def __hash__(self) -> int:
         return hash(FeatureMap)  # uses no field: the compiler of torch 2.11 hashes copies before it sets their fields
 
+
+FeatureMap.__init__ = renamed_argument("slope", "derivative")(FeatureMap.__init__)
 
 Phi: TypeAlias = Callable[[Tensor], Tensor]  # a `FeatureMap`, a `Favor`, or any other function of tensors
 FEATURE_MAPS: dict[str, FeatureMap] = {}

@@ -246,7 +246,7 @@ class Rotation(Isometry):
         return (ops.unlift if self.lifted else ops.unrotate)(*self._promoted(x))
 
     def fused(self, x: Tensor) -> Tensor | None:
-        return ops.turned(x, self.table, lifted=self.lifted)
+        return ops.rotate_on_gpu(x, self.table, lifted=self.lifted)
 
     def _promoted(self, x: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x.dtype, self.table.dtype)
@@ -404,7 +404,7 @@ class Chain(_Composition, Isometry):
     def fused(self, x: Tensor) -> Tensor | None:
         match self.first, self.second:
             case Gather(halves=True), Rotation(lifted=False) as rotation if self.first.features == rotation.features:
-                return ops.turned(x, rotation.table, halves=True)
+                return ops.rotate_on_gpu(x, rotation.table, halves=True)
         return None
 
 

@@ -476,8 +476,8 @@ class Scheme(nn.Module):
         for name in ("isometry", "transport"):
             if name in found:
                 maps = found[name]
-                own = tuple(rho.tokens(start, stop) for rho in (maps if isinstance(maps, tuple) else (maps,)))
-                found[name] = own if isinstance(maps, tuple) else own[0]
+                local = tuple(rho.tokens(start, stop) for rho in (maps if isinstance(maps, tuple) else (maps,)))
+                found[name] = local if isinstance(maps, tuple) else local[0]
         if found["decay"] is not None:
             found["decay"] = found["decay"][..., start:stop]
         if "locality" in found:
@@ -491,7 +491,7 @@ class Scheme(nn.Module):
         assert self.bias is not None
         first = min(start, self.outside)
         terms = self.bias(torch.cat((y[..., :first, :], x), -2), y, dtype)
-        return tuple(Indexed(own.table, own.side, own.index()[..., first:, :]) for own in terms) if first else terms
+        return tuple(Indexed(term.table, term.side, term.index()[..., first:, :]) for term in terms) if first else terms
 
     def _continued(self, x: Tensor, x_key: Tensor | None, state: State, dtype: torch.dtype) -> Arguments:
         """`at` for the next tokens of a stream; the state keeps their positions if later tokens need them."""

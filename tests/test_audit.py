@@ -43,7 +43,7 @@ OTHER = [  # results of every layer but for those of what it is
     ("meta device", "outputs are the same after to_empty and load_state_dict"),
     ("encoding", "an encoding of a known family"),
     ("shift", "positions + 37 give the same outputs up to rounding"),
-    ("positions", "two samples of a batch keep their own positions"),
+    ("positions", "two samples of a batch keep separate positions"),
     ("positions", "other positions give other outputs"),
     ("left padding", "a left-padded sample gives what it gives alone, positions counted from the first real token"),
     ("left padding", "a left-padded sample gives what it gives alone, positions left to the model"),
@@ -123,7 +123,7 @@ def test_faults_have_names_sources_and_checks():
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5", "xpos", "none"])
-def test_our_own_layers_are_sound(name):
+def test_layers_of_isopos_are_sound(name):
     scheme = getattr(isopos, name)(8, 2, attention="softmax")
     with torch.no_grad():
         [parameter.normal_() for parameter in scheme.parameters()]
@@ -527,7 +527,7 @@ def test_a_gradient_that_is_not_finite_is_named():
     assert [(a.measured, a.where) for a in report.findings] == [("a gradient is not finite", "frequency")]
 
 
-def test_a_check_of_ones_own():
+def test_a_custom_check():
     @check("zeros", "Are outputs zero?", "causal")
     def zeros(subject):
         error = float(subject.outputs(subject.tokens(1, 4)).abs().max())

@@ -80,7 +80,7 @@ def test_a_bias_is_of_a_family():
         ("none", "none"),
     ],
 )
-def test_our_own_encodings_are_named(name, words):
+def test_encodings_of_isopos_are_named(name, words):
     scheme = getattr(isopos, name)(8, 2, attention="softmax")
     with torch.no_grad():
         [parameter.normal_() for parameter in scheme.parameters() if name == "t5"]
@@ -95,11 +95,11 @@ def test_our_own_encodings_are_named(name, words):
     assert str(report).splitlines()[1].startswith("  encoding: ")
 
 
-def test_heads_with_frequencies_of_their_own_are_named():
+def test_heads_with_separate_frequencies_are_named():
     layer = faults.Learned()
     layer.frequency.data[1] *= 0.5
     (words,) = audit(layer, example=torch.randn(1, 12, 16), relative=True, checks=["encoding"]).encodings
-    assert words.startswith("rotary, 8 of 8 features, half layout, frequencies of each head its own")
+    assert words.startswith("rotary, 8 of 8 features, half layout, separate frequencies per head")
 
 
 def test_what_is_added_is_named():
@@ -121,7 +121,7 @@ def test_trained_weights_of_the_other_layout_are_found():
     faults.interleave(made["model"])
     report = audit(**made, **settings)
     assert report.broken == ("layout",)
-    assert "nats a token as it is" in report.findings[0].measured
+    assert "nats per token as it is" in report.findings[0].measured
     assert "of interleaved layout" in report.findings[0].remedy
     untrained = made | {"model": faults.Tokens()}
     assert "better than chance" in audit(**untrained, **settings).unmeasured[0].reason

@@ -41,7 +41,7 @@ def test_coordinates_may_be_real(scheme):
 
 
 @each("sections", [None, "2+1+1", (1, 1, 2)])
-def test_axial_is_rope_of_each_axis_on_features_of_its_own(sections):
+def test_axial_is_rope_of_each_axis_on_separate_features(sections):
     q, k, _ = inputs(t=12, d=8)
     x, done, expected = grid(2, 3, 2), 0, torch.zeros(())
     for axis, share in enumerate((1, 1, 2) if sections == (1, 1, 2) else (2, 1, 1)):

@@ -137,7 +137,7 @@ def test_a_figure_has_a_verdict_only_with_a_goal():
     assert [row.verdict for row in rows] == ["", "met", "not met"]
 
 
-def test_only_the_steepest_step_of_growth_may_be_steeper():
+def test_only_the_steepest_step_of_growth_has_a_weaker_goal():
     rows = races.allow_one_steeper(
         [_row(ours_seconds=[x] * 3, baseline_seconds=[1.0] * 3, goal=at_most(2.2)) for x in (2.0, 2.5, 2.3)]
     )
@@ -222,7 +222,7 @@ def test_the_roofline_of_sums_over_all_keys_has_no_chunks(monkeypatch, gradients
 
 
 @pytest.mark.parametrize(("gradients", "results"), [(False, 1), (True, 4)])
-def test_fresh_results_are_cleared_beside_products(gradients, results):
+def test_fresh_results_are_cleared_next_to_products(gradients, results):
     seconds = {name: [3.0] for name in ceilings.measured([ceilings.FRESH])}
     found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=gradients)
     assert found[ceilings.FRESH] == [found[ceilings.PRODUCT][0] + 3.0 * results]
@@ -306,7 +306,7 @@ def test_threads_are_as_many_as_before(here):
     assert torch.get_num_threads() == before
 
 
-def test_memory_and_construction_measure_in_processes_of_their_own(here):
+def test_memory_and_construction_are_measured_in_separate_processes(here):
     tiny = races.Shape(SMALL)
     rows = [
         *processes.memory((SMALL,), SMALL),
@@ -329,7 +329,7 @@ def test_the_states_of_the_allocator_are_below_each_other(here):
     assert found == states * (len(found) // len(states))
 
 
-def test_an_absent_peer_is_a_row_of_its_own(monkeypatch):
+def test_an_absent_peer_is_a_separate_row(monkeypatch):
     absent = {"fast-transformers": PEERS["fast-transformers"]._replace(module="no_such_module")}
     monkeypatch.setattr(races, "PEERS", PEERS | absent)
     (row, *_) = races.race("attention", replace(others.ATTENTION[0], shape=races.Shape(SMALL)), 1)
@@ -356,7 +356,7 @@ def test_what_is_written(here, tmp_path):
     assert all(name in text for name in (results.DATA, results.CHART))
 
 
-def test_every_ratio_has_a_bar_with_its_quartiles_beside_its_name():
+def test_every_ratio_has_a_bar_with_quartiles_next_to_its_name():
     goals = {"theirs": None, "a cost": at_most(0.5), "a goal": at_least(2)}
     rows = [_row(baseline=other, goal=goal, variant="as-is") for other, goal in goals.items()]
     axes = results.chart(rows).axes[0]
@@ -521,7 +521,7 @@ def test_accuracy_alone(here):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own():
+def test_a_separate_process():
     assert processes.call("peak", spec="none", shape=races.Shape(1024)) > 1  # more than what warming up took
     first = next(rows := processes.stream("section", name="growth", rounds=1, longest=128))
     assert Row.from_json(first).raced
@@ -548,7 +548,7 @@ def test_the_formulas_of_others_rotate_as_ours_does():
 
 
 @pytest.mark.slow
-def test_races_against_other_libraries_run_in_processes_of_their_own(tmp_path):
+def test_benchmarks_of_other_libraries_run_in_separate_processes(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "rotary", "--rounds", "1", "--allocator", "as-is", "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(COMMITTED.parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

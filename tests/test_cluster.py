@@ -235,7 +235,7 @@ def test_a_run_of_a_comparison_in_a_process_of_a_cluster(tmp_path, monkeypatch):
             compare._remote(recipe, recipe, sha256, tmp_path / "c", 0.0)
 
 
-def test_a_run_that_is_not_seen_or_not_done_is_said(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_not_seen_or_not_done_is_reported(tmp_path, monkeypatch, capsys):
     def ended(jobs, *place):
         yield jobs[0], ""
         yield jobs[1], cluster.Failed("lost", retried=True)

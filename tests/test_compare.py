@@ -78,7 +78,7 @@ def test_a_comparison_end_to_end(isopos, tmp_path):
     assert out.count("yes") == 3
 
 
-def test_softmax_attention_and_own_text(isopos, tmp_path):
+def test_softmax_attention_and_text_of_the_user(isopos, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.bin").write_bytes(bytes(range(256)) * 4)
     schemes = "rope,rope:attention=linear"
@@ -149,7 +149,7 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_softmax_only_schemes_and_wide_ones_beside_linear_ones(isopos, tmp_path):
+def test_softmax_only_schemes_and_wide_ones_next_to_linear_ones(isopos, tmp_path):
     schemes = "none,permuteformer:width=4,horn-clipped,spe-sine,t5,shaw,xpos,deberta,transformer-xl,horn-constrained"
     code, out, _ = isopos("compare", "--schemes", schemes, "--name", "one", *TINY)
     assert code == 0

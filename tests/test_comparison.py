@@ -90,7 +90,7 @@ def test_differences_are_paired_by_seed(tmp_path):
         ((0.54, 0.5, 0.5, 0.5, 0.5), False),  # the more rows, the luckier the best one
     ],
 )
-def test_nobody_is_highlighted_at_chance_level(tmp_path, monkeypatch, accuracies, leads):
+def test_no_row_is_highlighted_at_chance_level(tmp_path, monkeypatch, accuracies, leads):
     monkeypatch.setattr(page, "_kernel_sections", lambda run: [])
     about = dict.fromkeys(("data", "summary", "sha256", "torch", "device"), "some") | {"task": "images", "threads": 1}
     about |= {"planned": [], "complete": True, "speed": {}, "chance": [0.5, 1000]}  # one standard deviation: 0.016

@@ -221,7 +221,7 @@ def test_half_precision_keeps_offsets_whole_and_in_a_stream(dtype):
 # Side by side
 
 
-def test_side_by_side_each_has_its_own_features_and_coordinates():
+def test_side_by_side_each_has_separate_features_and_coordinates():
     parts = [Jordan(torch.tensor([0.1]), order=2, length=9.0), Rotary(rope_frequencies(3)[None, None])]
     both = ContragredientSum(parts)
     assert both.group.columns == 2

@@ -184,7 +184,7 @@ def test_the_names_of_files_make_the_splits(tmp_path, tokenizer):
 
 def test_files_of_splits_without_a_train_file_are_refused(tmp_path):
     path = zipped(tmp_path / "wiki.zip", valid="a b", test="c d")
-    with pytest.raises(ValueError, match=r"expected a file of train beside .*wiki.test.tokens, .*got none"):
+    with pytest.raises(ValueError, match=r"expected a file of train as well as .*wiki.test.tokens, .*got none"):
         load_corpus(path, 2)
 
 
@@ -295,7 +295,7 @@ def test_a_tokenizer_that_is_there_serves_another_text(tmp_path):
 def test_bad_settings(tmp_path):
     for settings, message in (
         ({"tokenizer": "letters"}, "tokenizer: expected one of bytes, words, bpe, got 'letters'"),
-        ({"vocabulary": 10}, "vocabulary: expected none beside bytes"),
+        ({"vocabulary": 10}, "vocabulary: expected none with bytes"),
         ({"tokenizer": "words", "vocabulary": 1}, "vocabulary: expected at least 2 words"),
     ):
         with pytest.raises(ValueError, match=message):

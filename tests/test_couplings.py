@@ -75,7 +75,7 @@ def test_polar_is_a_sum_of_cosines_of_magnitudes(magnitudes):
     close(scores(coupling, q, k), expected_scores(score))
 
 
-def test_polar_starts_blind_and_its_phases_tell_direction():
+def test_polar_starts_symmetric_and_its_phases_tell_direction():
     (q, _, _), coupling = inputs(2, t=T), Polar(rope_frequencies(HEAD_DIM), HEADS)
     close(scores(coupling, q, q, X, X), scores(coupling, q, q, X, X).mT)
     perturb(coupling, 10.0)

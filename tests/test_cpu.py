@@ -95,7 +95,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
     ),
     ids=str,
 )
-def test_narrow_inputs_are_read_as_they_are(monkeypatch, name, form):
+def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
     """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
     d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
@@ -391,7 +391,7 @@ EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 @each("causal", [True, False])
 @each("phi", ["elu+1", "relu", "relu2", "exp"])
 def test_features_of_extreme_numbers(each_library, phi, causal):
-    """A key holds one number only, and a value of its own: each feature and each slope is seen alone."""
+    """A key holds one number only, and a value of its own: each feature and each derivative is seen alone."""
     x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
     inputs = torch.zeros_like(x), x, torch.eye(len(EXTREME))[None, None]
     given = {"feature_map": FEATURE_MAPS[phi], "causal": causal, "denominator": None}
@@ -406,7 +406,7 @@ def test_features_of_extreme_numbers(each_library, phi, causal):
 
 @NEEDED
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones(each_library, dtype):
+def test_16_bit_gradients_are_rounded_to_nearest_ties_to_even(each_library, dtype):
     """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
     unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
     a = 1 + unit * torch.randint(round(1 / unit), (200,), generator=draw)

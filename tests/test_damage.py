@@ -226,7 +226,7 @@ def test_data_that_changed_is_scored_only_where_that_is_asked_for(isopos, runs):
     assert after["data"] != json.loads((runs / "a" / "data.json").read_text())["sha256"]
 
 
-def test_rows_that_a_run_of_its_own_would_not_write(tmp_path):
+def test_rows_that_no_run_writes(tmp_path):
     path, row = tmp_path / "metrics.jsonl", '{"step": %d, "loss": 1.0}\n'
     for content, message in (
         (row % 2 + row % 1, "line 2: expected a step from 2 on, got 1;"),

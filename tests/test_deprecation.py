@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import isopos
+from isopos.feature_maps import FeatureMap
+from isopos.lab.tasks.task import View
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,23 @@ def test_an_argument_and_a_property_of_before_serve_with_a_warning():
         expected = attend(q, q, q, phases=path, causal=True)
         with pytest.warns(DeprecationWarning, match="^argument path is phases now; the old name goes"):
             assert torch.equal(attend(q, q, q, path=path, causal=True), expected)
+
+
+def test_the_derivative_of_a_feature_map_was_its_slope():
+    with pytest.warns(DeprecationWarning, match="^argument slope is derivative now; the old name goes"):
+        cube = FeatureMap("cube", lambda x: x**3, slope=lambda x, y: y.copy_(3 * x**2))
+    x = torch.randn(5)
+    assert torch.equal(cube.derivative(x, cube(x)), 3 * x**2)
+    with pytest.warns(DeprecationWarning, match="^FeatureMap.slope is derivative now; the old name goes"):
+        assert cube.slope is cube.derivative
+
+
+def test_options_of_a_view_were_its_own():
+    with pytest.warns(DeprecationWarning, match="^argument own is options now; the old name goes"):
+        view = View(own=(("shift", 2),))
+    assert view == View(options=(("shift", 2),))
+    with pytest.warns(DeprecationWarning, match="^View.own is options now; the old name goes"):
+        assert view.own == view.options
 
 
 @torch.no_grad()

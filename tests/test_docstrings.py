@@ -35,7 +35,7 @@ def test_public_methods_are_documented():
     assert not bare
 
 
-def test_the_walk_sees_what_is_missing():
+def test_missing_docstrings_are_found():
     class Base:
         def documented(self):
             """Say so."""

@@ -390,7 +390,7 @@ class Noted:
         return getattr(self.source, name)
 
 
-def test_every_part_of_a_step_has_dropout_of_its_own(source, tmp_path):
+def test_every_part_of_a_step_has_separate_dropout(source, tmp_path):
     seeds = []
 
     def loss(model, *batch):

@@ -105,7 +105,7 @@ def test_the_console_fits_120_columns(found, monkeypatch):
     assert "Not installed: none." in text
 
 
-def test_isopos_is_exact_where_it_is_measured_beside_others():
+def test_isopos_is_exact_where_it_is_compared_with_others():
     for setting, error in accuracy.errors(settings=accuracy.FAR).items():
         assert error < (1e-6 if setting.dtype == torch.float32 else 2.1e-3)
     assert max(accuracy.errors(settings=accuracy.FAR[:3], of=accuracy.scores).values()) < 1e-6

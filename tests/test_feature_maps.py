@@ -48,12 +48,12 @@ def test_gradients_are_finite_and_right(name):
 
 @each("dtype", [torch.float32, torch.float64])
 @each("name", FEATURE_MAPS)
-def test_slopes_are_those_of_autograd_at_zero_and_beside_it(name, dtype):
-    """The slope of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
+def test_derivatives_equal_autograd_at_and_near_zero(name, dtype):
+    """The derivative of relu is 0 at zero and 1 right above, where x + 0.001 is rounded to 0.001."""
     x = torch.cat((arguments(name), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12]))).to(dtype).requires_grad_()
     phi, y = FEATURE_MAPS[name], torch.empty_like(x)
     phi.write(x.detach(), y, torch.empty_like(x))
-    torch.testing.assert_close(phi.slope(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
+    torch.testing.assert_close(phi.derivative(x.detach(), y), torch.autograd.grad(phi(x).sum(), x)[0])
 
 
 @each("name", ["elu+1", "relu", "exp"])
@@ -73,10 +73,10 @@ def test_the_c_kernel_has_the_values_and_derivatives_of_the_table(lanes, phi):
     """In float64; derivatives at NaN or infinity are multiplied by a gradient that is lost already."""
     if (lib := library.libraries()[0].get(lanes)) is None:
         pytest.skip(f"no library with vectors of {lanes} numbers: {library.libraries()[1]}")
-    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
+    y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, derivative))
     lib.isopos_features(ctypes.c_long(COMPILED.index(phi)), *pointers, ctypes.c_long(EDGES.numel()))
-    as_the_table(phi, y, slope)
+    as_the_table(phi, y, derivative)
 
 
 # From outside
@@ -189,7 +189,7 @@ def test_favor_fused_is_its_definition(causal):
     same_everywhere(out, slow, list(leaves))
 
 
-def test_favor_scales_all_keys_by_one_factor_and_each_query_by_its_own():
+def test_favor_scales_keys_by_one_common_factor_and_each_query_by_one():
     """Exponents reach from 0 to the clamp: keys along a direction w have up to |w|^2 / 2."""
     phi = Favor(64, 5).double()
     x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None] * phi.projection[:1].double() * 64**0.25
@@ -262,7 +262,7 @@ def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
         torch.testing.assert_close(torch.cat(found, -2).double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_favor_beside_channels_that_are_added_has_no_scales():
+def test_favor_with_added_channels_has_no_scales():
     """<phi(q), phi(k)> + <a, b>, over its sum; scales of phi would drown what is added."""
     (q, k, v), phi = inputs(2, t=20), Favor(8, 12).double()
     a, b = torch.rand(2, 1, 20, 3).double()

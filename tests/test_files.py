@@ -18,7 +18,7 @@ def test_a_file_is_replaced_whole(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["whole", None])
-def test_what_fails_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path, before):
+def test_a_failure_leaves_the_file_unchanged_and_no_other_file(tmp_path, before):
     path = tmp_path / "a.txt"
     if before:
         write_text(path, before)

@@ -77,7 +77,7 @@ CALLS += [(naive_linear_attention, name) for name in ("q", "mask", "isometry", "
 
 
 @each(("attention", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else x.__name__)
-def test_every_argument_is_a_dense_tensor_beside_q(attention, name):
+def test_every_argument_is_a_dense_tensor_on_the_device_of_q(attention, name):
     for other, (change, message) in OTHERS.items():
         typed = other in ("an array", "a list")
         if typed and name in ("isometry", "terms", "state"):
@@ -188,7 +188,7 @@ def test_segments_are_integers(dtype):
 
 
 @each("name", ["none", "rope", "sinusoidal"])
-def test_a_model_has_its_positions_beside_its_tokens(name):
+def test_a_model_has_positions_on_the_device_of_its_tokens(name):
     model = Decoder(11, 32, 1, schemes.build(name, 8, 4, {}))
     with pytest.raises(ValueError, match="positions: expected a tensor on cpu as tokens, got one on meta"):
         model(torch.zeros(1, 5, dtype=torch.int64), sequence(5, device="meta"))

@@ -286,7 +286,7 @@ def test_training_begins_with_the_weights_of_a_run(isopos, tmp_path, pretrained)
     assert "1.00" not in isopos("runs")[2]
 
 
-def test_a_comparison_of_what_several_runs_learn_ranks_by_the_tasks_own_figure(isopos, tmp_path, pretrained):
+def test_a_comparison_of_several_warm_starts_ranks_by_the_figure_of_the_task(isopos, tmp_path, pretrained):
     options = (f"--data={rte(tmp_path)}", "--steps=4", "--start=runs/pre", *SMALL)
     status, out, err = isopos("compare", "--task=glue", "--schemes=none,rope", "--name=c", *options)
     assert (status, err) == (0, "")
@@ -302,7 +302,7 @@ def test_a_comparison_of_what_several_runs_learn_ranks_by_the_tasks_own_figure(i
         ),
         (
             ("--schemes=none", "--layers=2"),
-            "a model as that of runs/pre/none-seed0, got layers 2; give --layers 1",
+            "a model as in runs/pre/none-seed0, got layers 2; give --layers 1",
         ),
         (("--schemes=none", "--start=runs/pre/rope-seed0"), "got scheme none; give --scheme rope"),
         (("--schemes=none", "--start=runs/pre/none-seed0", "--hidden-dim=8"), "got hidden_dim 8; give --hidden-dim 64"),

@@ -91,7 +91,7 @@ def test_streams_end_where_the_whole_does(case, kind):
 
 
 @pytest.mark.parametrize("name", ["none", "rope", "lrpe-unitary", "permuteformer", "retnet"])
-def test_autocast_keeps_angles_and_sums_wide(name):
+def test_autocast_keeps_angles_and_sums_in_full_precision(name):
     scheme = build(name, 64, 4, {}).to(DEVICE)
     q, k, v = there(torch.randn(3, 2, 4, T, 64).unbind())
     x = sequence(T, device=DEVICE) + 2**20

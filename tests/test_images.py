@@ -221,7 +221,7 @@ def test_sizes_that_differ_need_one_and_are_cut_around_their_middle(tmp_path):
     Image.fromarray(pixels).save(tmp_path / "bars" / "lying" / "wide.png")
     with pytest.raises(
         ValueError,
-        match=r"^height: expected one, and a width, .* 8 x 8 in .* and 24 x 8 in .*wide.png; --height 8 --width 8",
+        match=r"^height: expected a height and a width for images .* 8 x 8 in .* and 24 x 8 in .*wide.png; --height 8 --w",
     ):
         read_images(source)
     for height, width in ((8, 8), (16, 12)):
@@ -267,7 +267,7 @@ def layout(tmp_path, *names):
             "in a folder train, valid or test, or none, got .*c/1.png elsewhere",
         ),
         (("train/a/1.png", "train/b/1.png", "val/c/1.png"), "classes of train in every split, got c, which train lacks"),
-        (("val/a/1.png", "val/b/1.png"), "expected images in a folder train beside validation, got none"),
+        (("val/a/1.png", "val/b/1.png"), "expected images in a folder train next to validation, got none"),
         (("train/1.png", "train/b/1.png"), r"got .*train/1.png in none"),
     ],
 )
@@ -303,7 +303,7 @@ def test_folders_without_images_are_refused(tmp_path):
         read_images(str(tmp_path / "a.zip"))
 
 
-def test_images_are_decoded_once_whatever_their_folder_is_called(tmp_path, monkeypatch):
+def test_images_are_decoded_once_for_any_name_of_their_folder(tmp_path, monkeypatch):
     source = bars(tmp_path / "bars", 8)
     first = read_images(source)
     monkeypatch.setattr(images, "_decode", None)
@@ -513,7 +513,7 @@ def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):
         moved = torch.from_numpy(_moved(pixels.numpy(), moves, np.zeros(4, bool), 0))
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model.eval()(moved), answers)
-        scored = data.measure(model, recipe, View(own=(("shift", shift),))).figures
+        scored = data.measure(model, recipe, View(options=(("shift", shift),))).figures
         close(torch.tensor(scored["nats"], dtype=torch.float64), expected)
         assert scored["images"] == 4
         for n in range(4):
@@ -536,9 +536,9 @@ def test_a_trained_size_is_scored_in_others(tmp_path, scheme):
     recipe, data = ready(tmp_path, scheme)
     model = recipe.task.model(recipe)
     own = (("height", 16), ("width", 12))
-    assert data.measure(model, recipe, View(own=own)).figures["images"] == 4
+    assert data.measure(model, recipe, View(options=own)).figures["images"] == 4
     assert data.pictures.pixels.shape[2:] == (8, 8)
-    reason = data.measure(model, recipe, View(own=(("height", 9),))).reason
+    reason = data.measure(model, recipe, View(options=(("height", 9),))).reason
     assert reason == "height: expected a multiple of the 2 pixels of a patch, got 9"
 
 
@@ -546,7 +546,7 @@ def test_schemes_with_so_many_positions_say_why_larger_images_have_no_figures(tm
     recipe, data = ready(tmp_path, "learned")
     model = recipe.task.model(recipe)
     assert model.scheme.max_length == 16
-    view = View(own=(("height", 16),))
+    view = View(options=(("height", 16),))
     assert data.measure(model, recipe, view).reason.startswith("height: expected at most 16 tokens, for which there are pos")
 
 
@@ -568,7 +568,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         check(scheme="horn-clipped:axes=2,outside=1")
     with pytest.raises(ValueError, match=r"height: expected images of at most 9 tokens, .* learned:length=9 .* got 16"):
         check(scheme="learned:length=9")
-    with pytest.raises(ValueError, match="width: expected one beside a height, or neither, got 0"):
+    with pytest.raises(ValueError, match="width: expected both a width and a height, or neither, got 0"):
         check(width=0)
     with pytest.raises(ValueError, match="height: expected a multiple of the 3 pixels of a patch, got 8"):
         check(patch=3)
@@ -632,9 +632,9 @@ SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2",
 def test_how_much_larger_images_are_than_in_training():
     task = Images(height=8, width=16, patch=2, margin=2)
     assert task.extent(View(), 2) == (1.0, 10)
-    assert task.extent(View(own=(("height", 20), ("width", 4))), 2) == (2.0, 10)
-    assert task.extent(View(own=(("height", 20),)), 1) == (2.0, 60)
-    assert task.extent(View(own=(("height", 2),)), 1) == (1.0, 60)
+    assert task.extent(View(options=(("height", 20), ("width", 4))), 2) == (2.0, 10)
+    assert task.extent(View(options=(("height", 20),)), 1) == (2.0, 60)
+    assert task.extent(View(options=(("height", 2),)), 1) == (1.0, 60)
 
 
 def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, tmp_path):

@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_definition():
 
 @each("attention", ["linear", "softmax"])
 @each("name", [name for name in CATALOG if name != "fox"])  # whose keys here are all alike
-def test_what_is_said_of_content_is_so(name, attention):
+def test_statements_about_content_hold(name, attention):
     """What positions add to scores, or multiply them by, is the same for other content, up to one factor a head."""
     try:
         scheme = REGISTRY[name](8, 2, attention=attention)
@@ -76,7 +76,7 @@ def test_rotations_show_a_peak_and_a_direction():
 
 
 @each("name", CATALOG)
-def test_what_is_said_to_learn_has_parameters(name):
+def test_schemes_said_to_learn_have_parameters(name):
     assert (CATALOG[name].learns != "nothing") == any(True for _ in REGISTRY[name](8, 2).parameters())
 
 

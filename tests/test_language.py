@@ -93,8 +93,8 @@ def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
     assert read_rows(run / "metrics.jsonl") == rows
     for change, message in (
         ({"start": "runs/nowhere"}, "start: expected the folder of a run, got runs/nowhere"),
-        ({"layers": 2}, "start: expected a model as that of runs/with, got layers 2; give --layers 1"),
-        ({"tied": True}, "start: expected a model as that of runs/with, got tied True; give --tied False"),
+        ({"layers": 2}, "start: expected a model as in runs/with, got layers 2; give --layers 1"),
+        ({"tied": True}, "start: expected a model as in runs/with, got tied True; give --tied False"),
     ):
         recipe = own.edit(**change)
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

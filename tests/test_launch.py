@@ -174,8 +174,8 @@ BAD = {
     "--resume --overwrite": "either --resume or --overwrite",
     "--patience 2": "validate_every",
     "--cutoffs 900 800 --tokenizer words": "cutoffs: expected increasing",
-    "--cutoffs 90 --tied": "tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied",
-    "--vocabulary 300": "vocabulary: expected none beside bytes",
+    "--cutoffs 90 --tied": "tied: expected false with cutoffs, whose rare tokens have fewer features; give --no-tied",
+    "--vocabulary 300": "vocabulary: expected none with bytes",
     "--heads 3": "multiple of the 3 heads",
 }
 
@@ -283,7 +283,7 @@ def test_what_eval_appends_in_full(isopos, tmp_path):
         assert [row[:2] for row in rows] == [[f"{m}x", f"{figures[str(m)]['bits_per_byte']:.3f}"] for m in multiples]
 
 
-def test_a_recipe_of_ones_own_names_its_folder_and_its_end_is_the_status(isopos, monkeypatch, tmp_path):
+def test_a_custom_recipe_names_its_folder_and_its_end_is_the_status(isopos, monkeypatch, tmp_path):
     assert isopos(*TRAIN, "--resume", "--overwrite")[2] == (
         "isopos: resume: expected either --resume or --overwrite, got both\n"
     )

@@ -133,7 +133,7 @@ def test_imports_have_no_circles():
     list(graphlib.TopologicalSorter({name: own(imports(name)) - {name} for name in MODULES}).static_order())
 
 
-def test_the_walk_sees_every_kind_of_import():
+def test_every_kind_of_import_is_found():
     source = """
 import isopos.lab.x
 class A:

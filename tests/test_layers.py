@@ -40,7 +40,7 @@ def test_layers_with_one_scheme_are_a_model_of_it():
 
 
 @each("name", PATTERNS)
-def test_each_layer_has_its_own_and_shared_ones_are_evaluated_once(name):
+def test_each_layer_has_a_scheme_and_shared_ones_are_evaluated_once(name):
     _, model = layered(name)
     calls = []
     for scheme in dict.fromkeys(model.schemes):

@@ -48,16 +48,16 @@ class Rows(TokenMap):
         return x * math.prod(parts)
 
 
-def rows(*tensors, own=False, phi=identity):
-    return Features(phi, Rows(*tensors), None, own=own)
+def rows(*tensors, unrotated=False, phi=identity):
+    return Features(phi, Rows(*tensors), None, unrotated=unrotated)
 
 
 PLACES = torch.arange(1, 1000, dtype=torch.float64)[:, None].cos()
 POSITIVE = FeatureMap("positive", torch.exp)
-by_place, positive, twice = rows(PLACES), Features(POSITIVE), rows(PLACES, own=True, phi=POSITIVE)
+by_place, positive, twice = rows(PLACES), Features(POSITIVE), rows(PLACES, unrotated=True, phi=POSITIVE)
 swap = Gather(torch.tensor([[[2, 0, 1, 3]]]), constant=True)
 mirror = Reflection(torch.tensor([[[0.6, 0.0, 0.8, 0.0]]], dtype=torch.float64))
-closed = Features(elu1, Chain(mirror, swap), ("reflection", "gather"), own=True)
+closed = Features(elu1, Chain(mirror, swap), ("reflection", "gather"), unrotated=True)
 FEATURES = {  # and what becomes of the denominator
     "sum": (ALL_READY, None),
     "places": ((by_place, by_place, by_place), None),
@@ -174,7 +174,7 @@ def test_the_size_of_groups_changes_nothing(monkeypatch, causal):
 
 
 @pytest.mark.parametrize("side", ["queries", "keys"])
-def test_groups_whose_decays_are_the_same_on_one_side_have_weights_of_their_own(monkeypatch, side):
+def test_groups_with_equal_decays_on_one_side_only_have_separate_weights(monkeypatch, side):
     for name, size in {"CHUNK": 2, "GROUP": 1, "LEAST": 2, "MOST": 2}.items():
         monkeypatch.setattr(scan, name, size)
     leaves, ahead = tensors(16), torch.rand(3, 16, dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_groups_are_large_where_launches_cost():
     """A plan for another device than a CPU has one group of 8,192 tokens, and few of 65,536."""
     for shape, groups in (((2, 4, 8192, 64), 1), ((1, 2, 65536, 64), 8), ((8, 16, 4096, 64), 2)):
         plan = scan.Plan(torch.empty(shape, device="meta"))
-        assert (len(plan.places), len(plan.spans)) == (1, groups)
+        assert (len(plan.slices), len(plan.spans)) == (1, groups)
 
 
 @pytest.mark.slow

@@ -581,7 +581,7 @@ def test_tokens_before_heads(attention, heads, own, t):
 
 
 @both
-def test_a_layout_that_was_not_said(attention):
+def test_a_layout_that_was_not_stated(attention):
     q, k, v = (x.transpose(1, 2) for x in inputs(2, t=7))
     with pytest.raises(
         ValueError, match=r"q: expected 7 tokens, .*; \[b t h d\] needs q\.transpose\(1, 2\), or layout='bthd'"

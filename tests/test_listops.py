@@ -250,8 +250,8 @@ def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"shortest": 9}, "longest: expected at least 9 tokens beside shortest, to draw no longer ones, got 0"),
-        ({"depth": 3, "data": "rows.tsv", "longest": 9}, "depth: expected 4 beside data, which is not random, got 3"),
+        ({"shortest": 9}, "longest: expected at least 9 tokens with shortest, which limits the length, got 0"),
+        ({"depth": 3, "data": "rows.tsv", "longest": 9}, "depth: expected 4 with data, which is not random, got 3"),
         ({"arguments": 1}, "arguments: expected a number from 2 to 250, got 1"),
         (
             {"shortest": 500, "longest": 501, "depth": 1},
@@ -329,7 +329,7 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
     assert data.score(recipe.task.model(recipe), recipe, View(split="train")).reason.startswith("split: expected one of")
 
 
-def test_a_short_training_beats_the_majority_and_shows_examples(tmp_path):
+def test_a_short_training_is_better_than_the_majority_and_shows_examples(tmp_path):
     """Of lists that only a maximum makes."""
     write(tmp_path / "rows.tsv", expressions(600, operators=("MAX",), depth=2))
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)

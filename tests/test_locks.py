@@ -248,7 +248,7 @@ def test_a_run_that_is_in_use_is_refused_with_who_has_it(isopos, tmp_path):
     assert {path.name for path in (tmp_path / "runs").glob(".*")} == {".a.lock", ".c.lock"}
 
 
-def test_a_lock_beside_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_lock_next_to_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     folders.create(tmp_path / "a", Recipe())
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write next to"), locked(tmp_path / "file" / "a"):

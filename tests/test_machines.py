@@ -8,9 +8,9 @@ import torch
 from cases import ALL_KEYS, BOTH_WAYS, EDGES, LINEAR, as_the_table, linear_options, with_edges, with_gradients
 from emulated import Emulated, absent
 from test_cpu import (  # noqa: F401 - they run here with the library of this file's fixture
+    test_16_bit_gradients_are_rounded_to_nearest_ties_to_even,
     test_each_weight_is_as_exact_as_float32,
     test_features_of_extreme_numbers,
-    test_narrow_gradients_are_rounded_to_the_nearest_and_to_even_ones,
 )
 
 from isopos import rope, schemes, sequence
@@ -78,7 +78,7 @@ def test_every_problem_forward_and_backward(kernel, monkeypatch):
             assert error < 3 * allowed + 3e-6, (name, error, allowed)
 
 
-def test_narrow_numbers(kernel):
+def test_16_bit_numbers(kernel):
     for dtype in (torch.bfloat16, torch.float16):
         for width in (20, 37):
             draw = torch.Generator().manual_seed(1)
@@ -118,10 +118,10 @@ def test_rotations(kernel, monkeypatch):
 
 def test_feature_maps(kernel):
     for n, phi in enumerate(COMPILED):
-        y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, slope))
+        y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+        pointers = (ctypes.c_void_p(x.data_ptr()) for x in (EDGES, y, derivative))
         kernel.isopos_features(ctypes.c_int64(n), *pointers, ctypes.c_int64(EDGES.numel()))
-        as_the_table(phi, y, slope)
+        as_the_table(phi, y, derivative)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def test_a_tensor_without_axes_is_refused(kind):
 # What maps of couplings do
 
 
-def test_matrices_and_factors_are_a_tokens_own():
+def test_matrices_and_factors_are_per_token():
     matrix, factor, x = random(H, T, 9, D), random(H, T, D), random(2, H, T, D)
     for b, h, t in [(0, 0, 0), (1, 1, 3), (0, 1, T - 1)]:
         close(Matrices(matrix)(x)[b, h, t], matrix[h, t] @ x[b, h, t])

@@ -200,7 +200,7 @@ def test_a_tied_head_has_the_vectors_of_tokens():
     assert not torch.allclose(copied(x), found)
 
 
-def test_a_tied_head_is_refused_beside_cutoffs():
+def test_a_tied_head_is_refused_with_cutoffs():
     with pytest.raises(ValueError, match=r"tied: expected no cutoffs with a tied head, got \(5,\); choose one of the two"):
         Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5,), tied=True)
 
@@ -328,7 +328,7 @@ def test_batch_norm_is_over_the_tokens_of_the_mask():
         Decoder(VOCABULARY, WIDTH, 1, schemes.build("rope", HEAD_DIM, HEADS), norm="batch")
 
 
-def test_a_padded_sample_is_what_it_is_alone_whatever_the_norm():
+def test_a_padded_sample_equals_the_sample_alone_for_every_norm():
     x, mask = tokens(2, T), torch.arange(T) < torch.tensor([5, T])[:, None]
     for norm in ("layer", "batch"):
         scheme = schemes.build("rope", HEAD_DIM, HEADS)

@@ -69,7 +69,7 @@ def test_only_commands_that_leave_files_go_on(goes_on):
         assert os.fstat(write).st_rdev == os.stat(os.devnull).st_rdev
 
 
-def test_a_full_disk_is_said(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     code, _, err = _shell("isopos list > /dev/full", tmp_path)
     assert (code, err) == (2, "isopos: standard output: no space left on device; make room and run it again\n")
 

@@ -124,7 +124,7 @@ def test_a_package_index_would_take_both(built):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_beside_its_dependencies_alone(built, tmp_path):
+def test_the_wheel_works_with_its_dependencies_alone(built, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path, built[".whl"]]
     subprocess.run(install, check=True, capture_output=True)
     lines = "import isopos; print(isopos.__file__); print(isopos.laws.check(isopos.rope(8, 2)).broken)"

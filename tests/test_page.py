@@ -94,7 +94,7 @@ def test_a_kernel_is_drawn_by_offset_and_by_pairs(monkeypatch, tmp_path):
     assert drawn["heat"][count // 2].equal(drawn["curve"].mean(0))
 
 
-def test_a_tree_is_drawn_beside_its_matrix(monkeypatch, tmp_path):
+def test_a_tree_is_drawn_next_to_its_matrix(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=REGISTRY["ape-tree"](8, 2))))
     monkeypatch.setattr(page, "draw_tree", lambda axes, panel, attention: drawn.append(panel))

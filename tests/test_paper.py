@@ -81,7 +81,7 @@ def test_figures_are_means_with_standard_deviations_of_seeds(write):
 
 
 @pytest.mark.parametrize(("worst", "marks"), [(1.3, 0), (9.0, 3)])
-def test_nobody_is_marked_where_no_row_differs_from_the_best(write, worst, marks):
+def test_no_row_is_marked_where_none_differs_from_the_best(write, worst, marks):
     """Alone is behind by worst, two others by 0.2, with an interval that leaves out 0 for one pair, and not for three."""
     noise = {"Base": (0, 0, 0), "Rope": (0.14, 0.2, 0.26), "Both | more": (0.14, 0.2, 0.26), "Alone": (-1.0, 0.0, 1.0)}
     means = {"Base": 1.0, "Rope": 1.0, "Both | more": 1.0, "Alone": worst}
@@ -191,7 +191,7 @@ def test_a_reference_is_a_row_with_a_scheme(write):
         write("lower", 'reference = "Robe"')
 
 
-def test_whether_the_order_changes_with_training_is_said(write):
+def test_a_report_states_whether_the_order_changes_with_training(write):
     said, _ = write("lower", curve=lambda name, ours, seed: {5: 0.0, 10: -ours, 50: 1.0, 100: ours})
     (line,) = (text for text in said if "updates, rank" in text)
     first, last = "Alone, Rope, Both | more, Base", "Base, Both | more, Rope, Alone"
@@ -229,7 +229,7 @@ def drawn(monkeypatch):
     return found
 
 
-def test_speeds_are_drawn_beside_the_names_of_their_rows_and_the_paper_s(write, drawn):
+def test_speeds_are_drawn_next_to_the_names_of_rows_and_to_the_paper_s(write, drawn):
     write("higher", more='kind = "speed"', timing=[{"Base": 1.0, "Rope": 1 / ratio} for ratio in (1.0, 2.0, 3.0, 5.0, 9.0)])
     (axes,) = drawn
     names = {place: label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}

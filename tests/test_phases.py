@@ -150,7 +150,7 @@ def test_gates_that_forget_all_leave_the_token_itself(kind):
 
 
 @both
-def test_behind_a_closed_gate_a_sequence_begins_anew(kind):
+def test_behind_a_closed_gate_a_sequence_starts_again(kind):
     """However far one gate closes, those after it keep their digits: what follows is that of the tokens alone."""
     scheme, (q, k, v) = made("fox", kind), inputs(2, t=T)
     with torch.no_grad():

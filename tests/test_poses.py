@@ -162,7 +162,7 @@ def test_one_camera_is_rope_of_its_patches(kind):
 
 
 @both
-def test_gradients_reach_poses_whatever_masked_values_hold(kind):
+def test_gradients_reach_poses_for_any_masked_values(kind):
     pose, (q, k, v) = poses(1).requires_grad_(), inputs(1, t=T, d=D, e=D)
     mask = torch.arange(T)[None] < T - 4
     v = torch.where(mask[..., None, :, None], v, torch.nan)

@@ -76,7 +76,7 @@ SHARED += [("ape-sequence-locality", "softmax"), ("transformer-xl", "softmax")]
 
 
 @each(("name", "kind"), SHARED)
-def test_layers_share_tables_and_have_streams_of_their_own(monkeypatch, name, kind):
+def test_layers_share_tables_and_have_separate_streams(monkeypatch, name, kind):
     scheme = perturb(scheme_case(name).build(attention=kind))
     layers = [Attention(WIDTH, scheme).double() for _ in range(LAYERS)]
     tokens, x, counts = torch.randn(2, T, WIDTH, dtype=torch.float64), sequence(T), []
@@ -125,7 +125,7 @@ def test_a_fingerprint_is_the_same_in_training_and_in_evaluation():
     assert isopos.t5(8, 2).eval().fingerprint == isopos.t5(8, 2).fingerprint
 
 
-def test_a_fingerprint_is_of_what_is_isopos_own():
+def test_a_fingerprint_covers_only_choices_of_isopos():
     marked = isopos.t5(8, 2)
     marked.encoding._is_hf_initialized = True  # as transformers marks all modules
     assert marked.fingerprint == isopos.t5(8, 2).fingerprint

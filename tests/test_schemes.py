@@ -193,7 +193,7 @@ def test_direction(case):
 
 
 @over_structures()
-def test_samples_have_positions_of_their_own(case, kind):
+def test_samples_have_separate_positions(case, kind):
     scheme, x = made(case, kind), case.positions(3, t=9)
     content = inputs_of(scheme, 3, t=9)
     together = attend(scheme, *content, x, causal=True)
@@ -1003,7 +1003,7 @@ def test_cosformer_weighs_relu_features_with_the_cosine_of_the_offset():
     assert (weight > 0).all()
 
 
-def test_a_ring_closes_whatever_its_basis_learns():
+def test_a_ring_closes_for_every_learned_basis():
     scheme, x = perturb(schemes.ape_ring(HEAD_DIM, HEADS, period=12)), sequence(9)
     q, k, _ = inputs(1, t=9)
     here, round_once, shifted = scores_of(scheme, q, k, (x, 3 * x), (x + 12, 3 * x - 24), (x + 5, 3 * x))
@@ -1096,7 +1096,7 @@ def test_parts_that_do_not_fit(parts, message):
         ({"inside": True, "denominator": "plain"}, "denominator: expected 'encoded' or 'none', .* ahead of the feature map"),
     ],
 )
-def test_a_kind_has_its_own_fields_alone(fields, message):
+def test_a_kind_has_only_its_fields(fields, message):
     kind, own = kinds.KINDS[fields.get("attention", "linear")], {n: x for n, x in fields.items() if n != "attention"}
     with pytest.raises((TypeError, ValueError), match=f"unexpected keyword argument|{message}"):
         kind(**own)

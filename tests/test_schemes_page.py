@@ -77,6 +77,6 @@ def test_options_that_give_the_authors_behaviour_exist():
                 assert text in options_of(name)
 
 
-def test_what_differs_by_measurement_is_said_of_the_scheme():
+def test_measured_differences_are_listed_with_the_scheme():
     for one in peers_page.COMPARISONS:
         assert not one.differs or AUTHORS[one.scheme].differs

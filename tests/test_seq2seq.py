@@ -189,7 +189,7 @@ def test_locality_weighs_cross_attention_and_recomputation_changes_nothing(name)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_a_window_of_linear_attention_is_computed_anew():
+def test_a_window_of_linear_attention_is_recomputed():
     """It has no streams: greedy decoding computes all slots for each token."""
     model = perturb(Seq2Seq(VOCABULARY, VOCABULARY, WIDTH, 1, schemes.rope(HEAD_DIM, HEADS), window=3)).eval()
     assert not model.streams

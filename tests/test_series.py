@@ -163,7 +163,7 @@ def test_what_is_no_series_is_refused(tmp_path):
         read_series("hf:any")
     with pytest.raises(ValueError, match=r"^data: expected rows with a time and a value, got none in .*power.csv$"):
         read_series(written(tmp_path, "a,b\n2024-01-01,\n"))
-    with pytest.raises(ValueError, match=r"^values: expected columns beside that of times, a, got a, b$"):
+    with pytest.raises(ValueError, match=r"^values: expected columns besides the times, a, got a, b$"):
         read_series(written(tmp_path, "a,b\n2024-01-01,1\n"), values=("a",))
     with pytest.raises(ValueError, match=r"^unit: "):
         read_series(written(tmp_path, "1,2\n"), unit="years")
@@ -225,7 +225,7 @@ def test_schemes_see_times_and_whole_ones_numbers_of_rows():
 @pytest.mark.parametrize(
     ("scheme", "edits", "message"),
     [
-        ("ape-tree", {}, "^schemes: expected positions on a line or a clock, .* but ape-tree takes those of a tree"),
+        ("ape-tree", {}, "^schemes: expected positions on a line or a clock, .* but ape-tree takes positions of a tree"),
         ("mrope", {}, "^schemes: expected positions on a line or a clock, .* grid of 3 axes"),
         ("learned:length=10", {}, "^context: expected at most 10 rows with the horizon, .* learned:length=10 .* got 11"),
         ("rope", {"season": -1.0}, "^season: expected hours from 0 on, got -1.0"),
@@ -318,7 +318,7 @@ def test_unknown_values_are_not_seen():
     assert not torch.allclose(model(rows), found)  # zero is a value
 
 
-def test_a_series_of_ones_own_is_compared(isopos, tmp_path):
+def test_a_series_of_the_user_is_compared(isopos, tmp_path):
     rows = (f"{3 * n + n % 3},{np.sin(n / 4):.3f},{'' if n % 9 == 5 else n % 5}" for n in range(120))
     path = written(tmp_path, "hour,load,other\n" + "\n".join(rows))
     sizes = ["--layers=1", "--model-dim=24", "--heads=2", "--steps=2", "--batch=4", "--context=12", "--horizon=4"]

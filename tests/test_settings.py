@@ -138,7 +138,7 @@ def refusal(case, kind, name):
     if name in STREAMS and (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1)):
         return "segment_ids|state: expected .* class tokens"
     if case.clipped and kind == "linear" and name == "packed_stream":
-        return "segment_ids: expected none beside clipped terms in a stream"
+        return "segment_ids: expected none with clipped terms in a stream"
     if case.outside and name in ("padded_left", "packed", "last_queries"):  # the first rows of a tensor are class tokens
         return ""
     return "" if case.group.refers_to_rows and name == "last_queries" else None  # queries are rows of the keys' tensor
@@ -271,7 +271,7 @@ def test_segments_of_all_samples_alike(kind):
         close(out[..., own, :], DEFINITIONS[kind](*parts, **scheme.at(x[own], dtype=torch.float64), causal=True))
 
 
-def test_packed_queries_of_other_lengths_have_segments_of_their_own():
+def test_packed_queries_of_other_lengths_have_separate_segments():
     q, k, v = inputs(2, t=5, s=7)
     queries, keys = packed([2, 3])[1], packed([4, 3])[1]
     out = softmax_attention(q, k, v, segment_ids=(queries, keys))
@@ -463,8 +463,8 @@ def test_segments_of_linear_attention():
     assert call("softmax", segment_ids=returning).isfinite().all()
     scheme = scheme_case("horn-clipped").build()
     arguments = scheme.at(sequence(4), dtype=torch.float64) | {"causal": True, "return_state": True}
-    with pytest.raises(ValueError, match="segment_ids: expected none beside clipped terms in a stream"):
+    with pytest.raises(ValueError, match="segment_ids: expected none with clipped terms in a stream"):
         call("linear", segment_ids=whole_numbers, **arguments)
     scheme = scheme_case("horn-clipped-reach").build()
-    with pytest.raises(ValueError, match="segment_ids: expected none beside class tokens"):
+    with pytest.raises(ValueError, match="segment_ids: expected none with class tokens"):
         call("linear", segment_ids=whole_numbers, **scheme.at(sequence(4), dtype=torch.float64), causal=True)

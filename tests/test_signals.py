@@ -43,7 +43,7 @@ def test_a_signal_raises_and_handlers_are_as_before(number):
 
 @BOTH
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_that_is_lost_on_its_way_is_heeded_later(number):
+def test_a_lost_signal_is_handled_later(number):
     with signals.raising():
         Dropping(number)
         with pytest.raises(Interrupted) as stop:

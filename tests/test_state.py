@@ -143,7 +143,7 @@ def test_shared_positions_stay_when_samples_are_reordered():
 
 
 @every
-def test_linear_attention_keeps_as_much_whatever_the_length(case, kind):
+def test_linear_attention_keeps_a_state_of_constant_size(case, kind):
     scheme, content, x = made(case, kind, 2, t=80)
     sizes, held = [], []
     for cuts in ((0, 20), (0, 80), (0, 79, 80)):
@@ -159,7 +159,7 @@ def test_linear_attention_keeps_as_much_whatever_the_length(case, kind):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_are_wide_and_outputs_as_narrow_as_inputs(case, kind, dtype):
+def test_sums_are_float32_and_outputs_have_the_dtype_of_inputs(case, kind, dtype):
     t = 9
     more = {"denominator": "plain"} if kind == "linear" and not case.inside else {}
     scheme = case.build(attention=kind, **more)

@@ -241,7 +241,7 @@ class Hastening(Decay):
 
 @NEEDED
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
-def test_each_step_has_the_decay_of_its_own_token(prepared, denominator):
+def test_each_step_has_the_decay_of_its_token(prepared, denominator):
     scheme = isopos.rope(32, 3, decay=Hastening(torch.full((3,), 0.01)), denominator=denominator)
     given, steps = content(scheme, 12, 2), Stream(scheme)
     expected, state = by_states(scheme, given)

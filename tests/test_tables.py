@@ -285,7 +285,7 @@ def test_a_cell_that_another_process_computes_is_left_to_it(isopos, tmp_path):
     assert (place / "scores.json").exists()
 
 
-def test_other_numbers_of_updates_have_a_folder_of_their_own(isopos, tmp_path):
+def test_other_numbers_of_updates_have_separate_folders(isopos, tmp_path):
     command = ["table", "lrpe-2", "--scale", "tiny", "--rows", "Base,Rope", "--data", "books=" + _text(tmp_path)]
     assert isopos(*command, "--steps", "30", "--name", "longer")[0] == 0
     folder = tmp_path / "runs" / "tables" / "lrpe-2-tiny-30-longer"

@@ -88,7 +88,7 @@ def test_fields_have_one_place():
     from isopos.lab.tasks.language import Language
 
     twice = make_dataclass("Twice", [("steps", int, 3)], bases=(Language,), frozen=True)
-    with pytest.raises(ValueError, match="task: expected fields with names of their own, got steps"):
+    with pytest.raises(ValueError, match="task: expected fields with distinct names, got steps"):
         Recipe(task=twice())
 
 
@@ -133,7 +133,7 @@ def test_a_field_is_not_called_as_an_option_of_a_command(own, isopos, tmp_path, 
     task = f"own_{field}:Own"
     code, _, err = isopos(*((command, task) if command == "train" else (command, f"--task={task}")))
     assert code == 2
-    assert err.startswith(f"isopos: task: expected fields with names of their own, got {field}\n")
+    assert err.startswith(f"isopos: task: expected fields with distinct names, got {field}\n")
 
 
 def test_a_damaged_run_is_named_and_hides_no_other(isopos, tmp_path):

@@ -74,7 +74,7 @@ def test_bad_terms_are_refused(attention):
     def call(term):
         return attention(q, k, v, terms=(term,))
 
-    with pytest.raises(TypeError, match="terms: expected what a relative bias returns at positions, got Tensor"):
+    with pytest.raises(TypeError, match="terms: expected terms that a relative bias returns at positions, got Tensor"):
         call(torch.zeros(3))
     for wrong in (torch.zeros(HEADS + 1, N, D), torch.zeros(HEADS, N, D + 1)):
         with pytest.raises(ValueError, match=rf"terms: expected a table of {HEADS} heads and {D} features"):
@@ -92,9 +92,9 @@ def test_linear_attention_refuses_what_does_not_go_with_terms():
     q, k, v = inputs(2, t=3, d=D)
     clipped = Clipped(table("query"), "query", sequence(3), sequence(3), 2)
     g = torch.zeros(HEADS, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="decay: expected none beside clipped terms"):
+    with pytest.raises(ValueError, match="decay: expected none with clipped terms"):
         linear_attention(q, k, v, terms=(clipped,), decay=g)
-    with pytest.raises(ValueError, match="denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'"):
+    with pytest.raises(ValueError, match="denominator: expected 'plain', 'encoded' or None with terms, got 'complex'"):
         linear_attention(q, k, v, terms=(clipped,), denominator="complex")
 
 

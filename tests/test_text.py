@@ -64,7 +64,7 @@ def read(found, split):
 
 
 @pytest.mark.parametrize(("labels", "classes"), [("cab", ("a", "b", "c")), (("10", "9", "30", "2"), ("2", "9", "10", "30"))])
-def test_texts_keep_their_classes_whatever_the_order_of_these_in_the_file(tmp_path, labels, classes):
+def test_texts_keep_their_classes_for_any_order_in_the_file(tmp_path, labels, classes):
     rows = [(f"{label} {n}", label) for n in range(60) for label in labels]
     (tmp_path / "a.csv").write_text(as_csv(rows))
     found = texts.load_texts(str(tmp_path / "a.csv"))
@@ -213,11 +213,11 @@ def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch)
         texts.load_texts(f"hf:{folders[0]}", label="genre")
 
 
-def test_labels_that_may_be_one_class_are_said(tmp_path):
+def test_labels_that_may_be_one_class_are_reported(tmp_path):
     rows = "".join(f"some {n} words,{('0', '0.0', 'nan', 'NaN')[n % 4]}\n" for n in range(200))
     (tmp_path / "a.csv").write_text("text,label\n" + rows)
     found = ready(tmp_path / "a.csv")[1]
-    assert "; '0' and '0.0', 'NaN' and 'nan' are classes of their own here: where they are one" in found.summary
+    assert "; '0' and '0.0', 'NaN' and 'nan' are separate classes here: if they are one class" in found.summary
     (tmp_path / "a.csv").write_text("text,label\n" + rows.replace("0.0", "1").replace("nan", "2").replace("NaN", "3"))
     assert "of their own" not in ready(tmp_path / "a.csv")[1].summary
 
@@ -235,7 +235,7 @@ def test_a_class_of_the_test_split_alone_is_refused(tmp_path):
     ("edits", "message"),
     [
         ({"pairs": "towers"}, "pair: expected the column of a second text, which towers compare, got none"),
-        ({"vocabulary": 300}, "vocabulary: expected none beside bytes"),
+        ({"vocabulary": 300}, "vocabulary: expected none with bytes"),
         ({"classes": 3}, "classes: expected 0, or the 4 of the data, got 3"),
         ({"data": "nowhere.csv"}, r"data: expected a file or a folder, but nowhere\.csv does not exist"),
         ({"scheme": "learned:length=9"}, "longest: expected at most 9, for which learned:length=9 has positions, got 64"),

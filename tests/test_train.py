@@ -120,7 +120,7 @@ def test_room_for_the_weights_is_made_sure_of_before_training(source, tmp_path, 
     assert train.train(TINY, source, tmp_path / "run", resume=True).status == "finished"
 
 
-def test_weights_that_cannot_be_written_are_said_and_those_of_the_last_checkpoint_stay(source, tmp_path, monkeypatch):
+def test_weights_that_cannot_be_written_are_reported_and_the_last_checkpoint_stays(source, tmp_path, monkeypatch):
     def full(model, path, **_):
         raise SafetensorError("No space left on device")
 

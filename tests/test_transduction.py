@@ -34,7 +34,7 @@ def ready(scheme="rope:attention=softmax", **edits):
     return data.infer(recipe), data
 
 
-def test_random_sequences_are_those_of_their_seed_all_different_and_as_long_as_said():
+def test_random_sequences_follow_their_seed_and_differ_and_have_the_stated_lengths():
     found = sequences(3, (2000, 300, 300), length=40, deviation=5, vocabulary=20)
     again = sequences(3, (2000, 300, 300), length=40, deviation=5, vocabulary=20)
     other = sequences(4, (2000, 300, 300), length=40, deviation=5, vocabulary=20)
@@ -65,7 +65,7 @@ def test_targets_by_hand(operation, expected):
     assert all(source is target for rows in data.pairs.values() for source, target in rows)
 
 
-def test_data_is_that_of_its_own_seed():
+def test_data_follows_its_seed():
     _, data = ready()
     _, same = ready()
     again, other, more = pickle.loads(pickle.dumps(data)), ready(data_seed=1)[1], ready(operation="copy")[1]
@@ -213,8 +213,8 @@ def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path)
             "data: expected as many lines in .*a as in .*b, a pair in each, got 2 and 1",
         ),
         ({"a": "1\n"}, "a,b", "", "data: expected a file or a folder, but .*b does not exist"),
-        ({"x.en": "1\n"}, ".", "en,de", r"data: expected .*x\.de beside .*x\.en, got none"),
-        ({"x.de": "1\n"}, ".", "en,de", r"data: expected .*x\.en beside .*x\.de, got none"),
+        ({"x.en": "1\n"}, ".", "en,de", r"data: expected .*x\.de next to .*x\.en, got none"),
+        ({"x.de": "1\n"}, ".", "en,de", r"data: expected .*x\.en next to .*x\.de, got none"),
         ({"x.fr": "1\n"}, ".", "en,de", r"data: expected files that end with \.en and \.de in"),
         ({}, ".", "en", "languages: expected the two endings of a folder's files, as en,de, got 'en'"),
         ({}, ".", "en,en", "languages: expected the two endings"),

@@ -183,8 +183,8 @@ def test_autocast_does_not_reach_operators():
     assert torch.equal(grad, torch.autograd.grad(ops.path(generator, x).square().sum(), generator)[0])
 
 
-def test_path_refuses_what_it_cannot_walk():
-    with pytest.raises(ValueError, match="branches from 0 to 2, one a generator, got 3"):
+def test_path_refuses_invalid_trees():
+    with pytest.raises(ValueError, match="branches from 0 to 2, one per generator, got 3"):
         ops.path(generators(), torch.tensor([[-1, -1], [0, 3]]))
     for function in (ops.path, ops.path_naive):
         with pytest.raises(ValueError, match=r"got row \d, its own ancestor"):

@@ -34,12 +34,13 @@ def power(n):
 
 def rotations():
     """Arguments of `compiled` for each rotation, forward and back."""
-    for (f, rest, dtype, here, there), kernel in itertools.product(ROTATIONS.values(), ("turn", "pull")):
+    kernels = "rotation_kernel", "rotation_vjp_kernel"
+    for (f, rest, dtype, here, there), kernel in itertools.product(ROTATIONS.values(), kernels):
         constants = {"F": f, "P": power(f), "REST": rest, "R": power(rest), "T": max(1, 1024 // power(f))}
         constants |= {"FROM": here, "TO": there, "ADJOINT": there == "alone"}
         tensors = {"x": dtype, "table": "*fp32:16", "out": dtype}
         strides = {"of_x": STRIDES, "of_table": STRIDES, "of_out": STRIDES}
-        if kernel == "pull":
+        if kernel == "rotation_vjp_kernel":
             tensors = {"x": dtype, "table": "*fp32:16", "grad": dtype, "grad_x": dtype, "parts": "*fp32:16"}
             strides = {name: STRIDES for name in ("of_x", "of_table", "of_grad", "of_grad_x")}
             constants["OF_X"] = True
@@ -71,7 +72,7 @@ def steps(cases=STEPS):
         way = ("elu+1", kind, half, False)
         constants = {"D": d, "W": w, "WP": power(w), "E": e, "EP": power(e), "C": min(power(d), 2048 // power(e))}
         constants |= {"OF_Q": way, "OF_K": way, "OF_V": ("identity", "none", False, half), "DECAYS": decays}
-        constants |= {"DENOMINATED": True, "OWN": own, "COUNTED": False}
+        constants |= {"DENOMINATED": True, "UNROTATED": own, "COUNTED": False}
         yield "isopos.ops.linear.triton_step_kernel:step", signature, constants
 
 
@@ -105,7 +106,10 @@ def test_a_barrier_stands_between_loads_and_stores_of_steps():
 
 def test_what_changes_from_call_to_call_compiles_nothing_again():
     own = {"isopos.ops.linear.triton_step_kernel:step": ("n", "across")}
-    own |= dict.fromkeys(("isopos.ops.triton_rotate:turn", "isopos.ops.triton_rotate:pull"), ("tokens", "shared", "rows"))
+    own |= {
+        f"isopos.ops.triton_rotate:{kernel}": ("tokens", "shared", "rows")
+        for kernel in ("rotation_kernel", "rotation_vjp_kernel")
+    }
     with compilers(1) as pool:
         for kernel, arguments in own.items():
             for argument in arguments:

@@ -145,7 +145,7 @@ def test_no_pairs_are_formed():
             assert max(a.numel() for a in vars(term).values() if isinstance(a, torch.Tensor)) < 100_000
 
 
-def test_what_flex_attention_does_not_serve_is_said(runs):
+def test_a_warning_names_what_flex_attention_does_not_serve(runs):
     q, k, v = torch.randn(3, 2, 2, T, D)
     x = torch.arange(T)[:, None]
     cases = {
@@ -166,7 +166,7 @@ def test_what_flex_attention_does_not_serve_is_said(runs):
     assert not runs
 
 
-def test_what_does_not_compile_is_said(monkeypatch):
+def test_a_warning_names_what_does_not_compile(monkeypatch):
     """Another error is the caller's own."""
     q, k, v = torch.randn(3, 2, 2, T, D)
     failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
@@ -187,7 +187,7 @@ def test_what_does_not_compile_is_said(monkeypatch):
         attention.softmax_attention(q, k, v, window=3)
 
 
-def test_nobody_gets_it_unasked(monkeypatch, runs):
+def test_it_is_off_by_default(monkeypatch, runs):
     monkeypatch.delenv("ISOPOS_TRITON")
     q, k, v = torch.randn(3, 2, 2, T, D)
     with warnings.catch_warnings():

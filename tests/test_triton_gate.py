@@ -12,7 +12,7 @@ def test_no_kernel_of_a_gpu_reads_a_cpus_tensor(monkeypatch):
     assert gpu.unreadable(torch.ones(2)) == "it runs on CUDA devices, not on cpu"
 
 
-def test_nobody_gets_it_unasked(monkeypatch):
+def test_it_is_off_by_default(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delenv("ISOPOS_TRITON", raising=False)
     assert "ISOPOS_TRITON=1 in the environment asks for it" in gpu.unreadable(torch.ones(2))

@@ -31,19 +31,19 @@ SERVED = [*(name for name in LINEAR if name != "favor"), *ALL_KEYS]
 
 
 @gpu.language()[0]
-def _features(x, y, slope, PHI: tl.constexpr, N: tl.constexpr):
+def _features(x, y, derivative, PHI: tl.constexpr, N: tl.constexpr):
     n = tl.arange(0, N)
     number = tl.load(x + n)
     value = tiles.phi(number, PHI)
     tl.store(y + n, value)
-    tl.store(slope + n, tiles.slope(number, value, PHI))
+    tl.store(derivative + n, tiles.derivative(number, value, PHI))
 
 
 @pytest.mark.parametrize("phi", COMPILED, ids=lambda phi: phi.name)
 def test_feature_maps_have_the_values_and_derivatives_of_the_table(phi):
-    y, slope = torch.empty_like(EDGES), torch.empty_like(EDGES)
-    _features[(1,)](EDGES, y, slope, PHI=phi.name, N=EDGES.numel())
-    as_the_table(phi, y, slope)
+    y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
+    _features[(1,)](EDGES, y, derivative, PHI=phi.name, N=EDGES.numel())
+    as_the_table(phi, y, derivative)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_widths_of_all_kinds(name, d, e):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_is_wide_is_the_sum_of_several_launches(several_segments, dtype):
+def test_wide_features_are_the_sum_of_several_launches(several_segments, dtype):
     given = linear_options("permuteformer", 1, 1, 33, 72) | {"denominator": "plain"}
     *inputs, grad = drawn((1, 1, 33, 72), (1, 1, 33, 72), (1, 1, 33, 80), (1, 1, 33, 80), dtype=dtype)
     most = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -132,7 +132,7 @@ def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, nam
         (512, 1000, 1),
     ],
 )
-def test_walks_are_cut_into_what_fits_side_by_side(most, programs, segments):
+def test_scans_are_cut_into_segments_that_run_side_by_side(most, programs, segments):
     assert triton._segments(most, programs, 264) == segments
 
 
@@ -159,7 +159,7 @@ def test_all_keys_of_other_tokens(several_segments, t, s, form):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_inputs_are_summed_up_in_float32(dtype):
+def test_16_bit_inputs_are_summed_up_in_float32(dtype):
     """Rounded are the output and the gradients."""
     given = linear_options("all keys, rope", 1, 1, 70, 16)
     *inputs, grad = drawn(*[(1, 1, 70, 16)] * 4, dtype=dtype)

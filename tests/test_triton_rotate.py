@@ -37,7 +37,7 @@ def calls(monkeypatch):
     from isopos.ops import triton_rotate
 
     found = []
-    for name in ("rotate", "pulled"):
+    for name in ("rotate", "rotate_vjp"):
         kernel = getattr(triton_rotate, name)
         monkeypatch.setattr(triton_rotate, name, lambda *a, n=name, f=kernel, **b: found.append(n) or f(*a, **b))
     return found
@@ -77,16 +77,16 @@ def test_maps_and_gradients(calls, name, case):
     taken, returned = MAPS[name]
     f = angles[-1]
     out = compare(getattr(ops, name), getattr(ops, name), features(*shape, taken * f), table_of(*angles))
-    assert (out.shape, out.dtype, calls) == ((*shape, returned * f), torch.float32, ["rotate", "pulled"])
+    assert (out.shape, out.dtype, calls) == ((*shape, returned * f), torch.float32, ["rotate", "rotate_vjp"])
 
 
 @every_map
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_its_own_dtype(calls, name, dtype):
+def test_half_precision_keeps_its_dtype(calls, name, dtype):
     how = {"lifted": "lift" in name, "adjoint": "un" in name}
     x, table = features(2, 3, 6, 4 * MAPS[name][0], dtype=dtype), table_of(3, 6, 4)
-    out = compare(lambda x, table: ops.turned(x, table, **how), getattr(ops, name), x, table)
-    assert (out.dtype, calls) == (dtype, ["rotate", "pulled"])
+    out = compare(lambda x, table: ops.rotate_on_gpu(x, table, **how), getattr(ops, name), x, table)
+    assert (out.dtype, calls) == (dtype, ["rotate", "rotate_vjp"])
 
 
 @every_map
@@ -138,7 +138,7 @@ def test_encodings_partial_and_in_both_layouts(calls, dtype, layout, rotary_dim)
     agree(
         *(gradients(out.cpu(), list(own.parameters())) for out, own in ((rho(x), scheme), (wide(x.double()), again))), dtype
     )
-    assert calls[-1] == "pulled"
+    assert calls[-1] == "rotate_vjp"
 
 
 def test_angles_are_learned_through_attention(calls):
@@ -146,7 +146,7 @@ def test_angles_are_learned_through_attention(calls):
     q, k, v = features(3, 2, 2, 6, 8).unbind(0)
     out = scheme(q, k, v, isopos.sequence(6, device=DEVICE), causal=True)
     (found,) = gradients(out.cpu(), list(scheme.parameters()))
-    assert calls == ["rotate", "rotate", "pulled", "pulled"]
+    assert calls == ["rotate", "rotate", "rotate_vjp", "rotate_vjp"]
     scheme = deepcopy(scheme).double()
     out = scheme(q.double(), k.double(), v.double(), isopos.sequence(6, device=DEVICE), causal=True)
     agree([found], gradients(out.cpu(), list(scheme.parameters())))
@@ -201,7 +201,7 @@ def test_what_the_kernel_does_not_know_it_refuses(calls):
     }
     for why, (x, rows) in cases.items():
         assert why in refuses(x, rows, lifted=False, adjoint=False)
-        assert ops.turned(x, rows) is None
+        assert ops.rotate_on_gpu(x, rows) is None
     assert "features of 3, not of 6" in refuses(features(2, 4, 6), table, lifted=True, adjoint=False)
     x = features(1, 1, 4, 6)
     agree([ops.rotate(x, table_of(2, 1, 4, 3))], [ops.rotate(x.double(), table_of(2, 1, 4, 3).double())])

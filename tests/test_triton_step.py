@@ -210,7 +210,7 @@ def test_what_the_kernel_does_not_know_it_refuses():
         "one token": replace(sums, q=sums.q.expand(2, 2, 2, 8)),
         "divides at once": replace(sums, denominator="column"),
         "one log decay": replace(sums, g=(torch.zeros(2, 2, 1, dtype=torch.float64, device=DEVICE),) * 2),
-        "one state a query": replace(sums, q=sums.q.expand(3, 2, 2, 1, 8)),
+        "one state per query": replace(sums, q=sums.q.expand(3, 2, 2, 1, 8)),
         "closed form": replace(sums, features=(sums.features[0]._replace(kinds=None), *sums.features[1:])),
         "contiguous float32 sums": replace(
             sums, stream=replace(sums.stream, sums=tuple(x.double() for x in sums.stream.sums))
@@ -224,7 +224,7 @@ def test_what_the_kernel_does_not_know_it_refuses():
     assert STEP.serves(sums) == ""
 
 
-def test_nobody_gets_it_unasked(monkeypatch):
+def test_it_is_off_by_default(monkeypatch):
     monkeypatch.delenv("ISOPOS_TRITON")
     scheme = isopos.rope(8, 2)
     sums, *_ = at_end(scheme, content(scheme, 3, 2))

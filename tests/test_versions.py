@@ -17,7 +17,7 @@ def warn(module):
     warnings.warn_explicit("old", DeprecationWarning, f"{module}.py", 1, module)
 
 
-def test_a_warning_of_our_own_is_an_error():
+def test_a_warning_of_isopos_is_an_error():
     with pytest.raises(DeprecationWarning):
         warn("isopos.maps")
 

@@ -197,7 +197,7 @@ def test_a_stream_keeps_a_window():
     assert state["keys"].shape[-2] == 4
     with pytest.raises(ValueError, match=r"state: expected one of softmax, .*, got one of .*, window 5"):
         softmax_attention(*token, **scheme.at(torch.tensor([[12]]), state=state), causal=True, return_state=True)
-    with pytest.raises(ValueError, match="attn_mask: expected none beside a window in a stream"):
+    with pytest.raises(ValueError, match="attn_mask: expected none with a window in a stream"):
         softmax_attention(*token, causal=True, window=5, return_state=True, attn_mask=torch.ones(1, 1).bool())
 
 
@@ -218,7 +218,7 @@ def test_linear_attention_has_no_windows_in_streams_but_this_way():
 
 def test_clipped_terms_have_no_window():
     q, k, v = inputs(2, t=T)
-    with pytest.raises(ValueError, match="window: expected none beside clipped terms"):
+    with pytest.raises(ValueError, match="window: expected none with clipped terms"):
         linear_attention(q, k, v, **isopos.horn_clipped(HEAD_DIM, HEADS).at(sequence(T), dtype=q.dtype), window=3)
 
 

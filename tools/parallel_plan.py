@@ -66,7 +66,7 @@ def _member(rank: int, size: int, folder: str) -> None:
 
 
 def _overlap(group: Any) -> str:
-    """How long a process waits for a collective alone, and after the sums over its own keys, which run meanwhile."""
+    """How long a process waits for a collective alone, and after the sums over local keys, which run meanwhile."""
     t, seconds = 1024, {"alone": [], "waited": []}
     q, k, v = torch.randn(3, 1, HEADS, t, DIM)
     at = isopos.retnet(DIM, HEADS, denominator="encoded").at(isopos.sequence(t) + group.rank() * t, group=group)

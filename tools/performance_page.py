@@ -30,7 +30,7 @@ SECTIONS = {
 }
 INTRODUCTION = """# Performance tables
 
-Every race of one run of `{command}` and of `python -m benchmarks`. [Performance](performance.md) says what they mean, how
+Every row of one run of `{command}` and of `python -m benchmarks`. [Performance](performance.md) says what they mean, how
 they were measured and which goals were not met.
 
 **Machine.** {cpu}, {threads} threads, {dtype}; {platform}; Python {python}, {versions}."""
@@ -66,18 +66,18 @@ SUMMARY = (  # task, workload, baseline
 
 
 def summary() -> str:
-    """The most important races: times and ratios over the allocators, from docs/performance-tables.md."""
+    """The most important rows: times and ratios over the allocators, from docs/performance-tables.md."""
     rows = [row for table in tables(ROOT / "docs" / "performance-tables.md") for row in table[1:]]
     return f"\n{markdown(('task', 'isopos', 'compared with', 'speed'), map(_summarised, SUMMARY, repeat(rows)))}\n"
 
 
 def _summarised(line: tuple[str, str, str], rows: Rows) -> tuple[str, str, str, str]:
     title, workload, baseline = line
-    races = [row for row in rows if row[:2] == [workload, baseline]]
-    if not races:
+    matching = [row for row in rows if row[:2] == [workload, baseline]]
+    if not matching:
         raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {baseline!r}, got none")
-    ratios = sorted(float(row[5].partition("x")[0]) for row in races)
-    times = sorted((row[3] for row in races), key=lambda time: float(time.split()[0]))
+    ratios = sorted(float(row[5].partition("x")[0]) for row in matching)
+    times = sorted((row[3] for row in matching), key=lambda time: float(time.split()[0]))
     ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
     return title, " to ".join(dict.fromkeys((times[0], times[-1]))), baseline, f"{' to '.join(dict.fromkeys(ends))} times"
 

@@ -1,6 +1,6 @@
 """Random calls of the compiled sums under a sanitizer of gcc: `python -m tools.sanitize address|undefined|thread [CALLS]`.
 
-It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a process of its own:
+It builds isopos/ops/linear/cpu with the sanitizer in a temporary folder and calls that library in a separate process:
 forward and backward, in any width, dtype and number of threads, from several Python threads at once and after a fork. Under
 "thread" the threads are those of tools/sanitize.c, as the sanitizer does not see how the pool's threads wait for each other.
 It ends with an error where the sanitizer finds one, or a result is not that of float64.
@@ -22,9 +22,9 @@ SCHEMES = ("none", "rope", "retnet", "permuteformer", "lrpe-unitary", "lrpe-orth
 
 
 def flags(instructions: str) -> list[str]:
-    """Those that setup.py gives the compiler for one instruction set."""
+    """Flags that setup.py gives the compiler for one instruction set."""
     tree = ast.parse((ROOT / "setup.py").read_text())
-    (value,) = (own.value for own in tree.body if isinstance(own, ast.Assign) and ast.unparse(own.targets[0]) == "FLAGS")
+    (value,) = (line.value for line in tree.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "FLAGS")
     return next(sets[name] for sets in ast.literal_eval(value).values() if (name := instructions.lower()) in sets)
 
 

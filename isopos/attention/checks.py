@@ -32,7 +32,7 @@ AxisOrder = Literal["bhtd", "bthd"]
 __getattr__ = renamed(__name__, {"Layout": "isopos.attention.checks.AxisOrder"})
 
 PIECE = (1 << 15) - 1  # largest number of elements that PyTorch processes in one thread
-OF_WIDE = ("decay", "decays", "path")  # float64 tensors of a state
+OF_FLOAT64 = ("decay", "decays", "path")  # tensors of a state in float64
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +91,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor, batch: torch.Size) -> None:
 def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, seen: int, key_heads: int) -> None:
     """ValueError if a relative term does not fit queries and keys."""
     if not isinstance(term, Term):
-        raise TypeError(f"terms: expected what a relative bias returns at positions, got {type(term).__name__}")
+        raise TypeError(f"terms: expected terms that a relative bias returns at positions, got {type(term).__name__}")
     for x in (getattr(term, field.name) for field in fields(term)):  # PyTorch 2.11 cannot trace vars
         if isinstance(x, Tensor):
             check_tensor("terms", x, q)
@@ -116,7 +116,7 @@ def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, key
         if rho is None or (name == "k" and rho is rho_q and k.shape == q.shape):
             continue
         if not isinstance(rho, TokenMap):
-            raise TypeError(f"isometry: expected what an encoding returns at positions, got {type(rho).__name__}")
+            raise TypeError(f"isometry: expected maps that an encoding returns at positions, got {type(rho).__name__}")
         rho.check(x, name)
         for tensor in rho.tensors():
             check_tensor("isometry", tensor, q)
@@ -144,7 +144,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, key_heads: i
             swapped = g.ndim > 0 and g.shape[-1] == x.shape[-3] and x.ndim > 3
             remedy = "; [b t h d] needs layout='bthd'" if swapped else ""
             raise ValueError(
-                f"decay: expected {expected} of the {name}, or what broadcasts to it, got {list(g.shape)}{remedy}"
+                f"decay: expected {expected} of the {name}, or a shape that broadcasts to it, got {list(g.shape)}{remedy}"
             )
     return pair
 
@@ -153,7 +153,7 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
     """ValueError if the arguments do not continue a stream, or its tensors are on another device."""
     for name, tensor in () if state is None else state.tensors.items():
         if name != "positions":  # the scheme's
-            check_tensor("state", tensor, q, float64_device(q.device) if name in OF_WIDE else None)
+            check_tensor("state", tensor, q, float64_device(q.device) if name in OF_FLOAT64 else None)
     if not causal or q.shape[-2] != k.shape[-2]:
         what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
@@ -203,7 +203,7 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
         if not broadcasts(rho.leading, leading):
             raise ValueError(
                 f"transport: expected leading dimensions that broadcast to {list(leading)} of {name}, got "
-                f"{list(rho.leading)}; maps of a head each need as many heads of values as of queries"
+                f"{list(rho.leading)}; maps per head need as many heads of values as of queries"
             )
 
 
@@ -271,7 +271,7 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
         )
     if not broadcasts(attn_mask.shape, pairs):
         raise ValueError(
-            f"attn_mask: expected what broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
+            f"attn_mask: expected a shape that broadcasts to [*b h t s] {list(pairs)}, got {list(attn_mask.shape)}; "
             "one per sample needs an axis of heads, attn_mask[:, None]"
         )
 

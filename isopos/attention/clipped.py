@@ -25,7 +25,7 @@ def values_of_terms(problem: LinearProblem) -> Tensor:
 
 
 def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums and denominators ``[*b h t e+1]`` plus those of all clipped terms."""
+    """Sums and denominators ``[*b h t e+1]`` plus the sums of all clipped terms."""
     values = values_of_terms(problem) if problem.terms else total
     for term in _terms(problem):
         score = scores_of(problem, term)
@@ -49,13 +49,13 @@ def with_terms_of_stream(
                 "state: expected clipped terms of a sequence without class tokens, whose far keys share one sum"
             )
         rows, positions, far = values, term.y, state["far"]
-        if (near := state["near"]) is not None and (places := state["places"]) is not None:
+        if (near := state["near"]) is not None and (past := state["places"]) is not None:
             rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
-            positions = torch.cat((places.expand(*positions.shape[:-2], *places.shape[-2:]), positions), -2)
+            positions = torch.cat((past.expand(*positions.shape[:-2], *past.shape[-2:]), positions), -2)
         score = scores_of(problem, term)
         batch = broadcast(score.shape[:-2], rows.shape[:-2])
-        wide, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])
-        added = clipped.clipped(score, wide, term.x, positions, term.reach, causal=True)
+        expanded, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])
+        added = clipped.clipped(score, expanded, term.x, positions, term.reach, causal=True)
         total = total + (added if far is None else added + score[..., :1] * far.unsqueeze(-2))
         gone = rows[..., : max(0, rows.shape[-2] - term.reach), :].sum(-2)
         after = {"near": rows[..., -term.reach :, :].clone(), "places": positions[..., -term.reach :, :].clone()}
@@ -77,12 +77,12 @@ def scores_of(problem: LinearProblem, term: Clipped) -> Tensor:
 def _packed(score: Tensor, values: Tensor, term: Clipped, ids: Tensor, causal: bool) -> Tensor:
     """Sums within each segment, without far keys of other segments. Samples are processed one by one."""
     if torch.compiler.is_compiling():
-        raise ValueError("segment_ids: expected none beside clipped terms under a compiler, which cannot read their borders")
+        raise ValueError("segment_ids: expected none with clipped terms under a compiler, which cannot read their borders")
     *samples, heads, t, s = *score.shape[:-1], values.shape[-2]
     rows = [a.reshape(-1, heads, *a.shape[-2:]) for a in (score, values)]
-    places = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
+    positions = [a.expand(*samples, *a.shape[-2:]).reshape(-1, *a.shape[-2:]) for a in (term.x, term.y)]
     out = []
-    for *sample, segments in zip(*rows, *places, ids.expand(*samples, s).reshape(-1, s), strict=True):
+    for *sample, segments in zip(*rows, *positions, ids.expand(*samples, s).reshape(-1, s), strict=True):
         borders = [0, *((segments.diff() != 0).nonzero()[:, 0] + 1).tolist(), s]
         for keys in pairwise(borders):
             queries = slice(*(max(0, border - (s - t)) for border in keys))

@@ -54,7 +54,7 @@ def linear_attention(
     group: Any = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
-    """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost proportional to length.
+    """Attention with weights <rho(x_i) phi(q_i), rho(x_j) phi(k_j)> exp(g_i - g_j), at a cost linear in length.
 
     Args:
         q: Queries ``[*b h t d]``, any floating dtype; sums are float32 or wider.
@@ -88,10 +88,10 @@ def linear_attention(
         state: State after the previous tokens of a causal stream; ``State()`` at its start. Positions count over the stream.
         return_state: Also return the state after these tokens.
         group: The processes that hold one sequence, a `ProcessGroup` or a `DeviceMesh` of one dimension: tokens here are one
-            shard of it, in the order of ranks, of any length. The result is that of the whole sequence, and so are gradients
+            shard of it, in the order of ranks, of any length. The result equals that of the whole sequence, as do gradients
             if all processes run the backward pass. Tensors have the tokens of the shard, positions count over the sequence.
-            The bytes sent do not depend on the number of tokens, but for windows and clipped terms: a window sends the keys
-            within it, a clipped term of a causal sequence those in its reach, and other clipped terms all values.
+            The bytes sent do not depend on the number of tokens, except with windows and clipped terms: a window sends the
+            keys within it, a clipped term of a causal sequence the keys in its reach, other clipped terms all values.
 
     If there are fewer heads of keys and values than of queries, groups of neighbouring query heads share them. Isometry,
     decay and terms then have one entry per key head; with one entry per query head, keys and values are repeated in memory.
@@ -109,9 +109,8 @@ def linear_attention(
         ValueError: If shapes, dtypes, devices or options do not fit, before any computation. Tensors must be dense and on
             q's device.
 
-    Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; Horn et al. 2021
-        for
-    terms.
+    Source: Katharopoulos et al. 2020, Eq. 9; RoFormer, Eq. 19; LRPE, Eq. 13 and 38; PermuteFormer, Eq. 11; for terms, Horn
+    et al. 2021.
 
     Examples:
         >>> from isopos.feature_maps import FEATURE_MAPS
@@ -130,7 +129,7 @@ def linear_attention(
 
 
 def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]:
-    """The output in this dtype, in the layout of the queries that were checked, and the state after the tokens."""
+    """The output of a checked problem, in this dtype and the layout of the caller, and the state after the tokens."""
     q, v = problem.q, problem.v
     with full_precision(q.device):
         if problem.empty:
@@ -183,9 +182,9 @@ def naive_linear_attention(
     mask: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """`linear_attention` by its definition: it forms every weight. Quadratic; any number of derivatives, and `torch.func`.
+    """`linear_attention` by its definition, with all weights in memory; for any number of derivatives and `torch.func`.
 
-    Arguments and shapes are those of `linear_attention`, without terms, segments and states.
+    Arguments and shapes as in `linear_attention`, without terms, segments and states. The cost is quadratic.
 
     Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)
@@ -198,8 +197,8 @@ def naive_linear_attention(
     checked: LinearOptions = {"isometry": isometry, "decay": decay, "phases": phases, "causal": causal, "mask": mask}
     problem = check_naive(q, k, v, checked | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
-    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
-    out = reference.linear(*wide, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
+    promoted = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
+    out = reference.linear(*promoted, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
     return restored(out.to(q.dtype), problem)
 
 
@@ -207,12 +206,12 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
     """The problem in the form of the backends; `values` are complete values of a stream with terms."""
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
-    wide = torch.promote_types(problem.q.dtype, torch.float32)
+    dtype = torch.promote_types(problem.q.dtype, torch.float32)
     unrotated = form == "plain" and (rho_q is not None or rho_k is not None)
     features = (
-        Features(phi_q, rho_q, _kinds(rho_q), None, unrotated, wide),
-        Features(phi_k, rho_k, _kinds(rho_k), mask, unrotated, wide),
-        Features(identity, None, (), mask, False, wide),
+        Features(phi_q, rho_q, _kinds(rho_q), None, unrotated, dtype),
+        Features(phi_k, rho_k, _kinds(rho_k), mask, unrotated, dtype),
+        Features(identity, None, (), mask, False, dtype),
     )
     stream, form = None, None if form is None else "column" if problem.terms else "divide"
     if state is not None:

@@ -62,13 +62,16 @@ class SoftmaxOptions(Options, total=False):
     dropout: float
 
 
-OWN = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}  # arguments from schemes
+FROM_SCHEMES = {
+    "linear": ("feature_map", "denominator"),
+    "softmax": ("scale", "locality"),
+}  # arguments of one kind that schemes give
 
 
 def refuse(kind: str, names: Sequence[str]) -> Never:
-    """Raise TypeError for arguments that this kind of attention does not have, such as those of the other kind."""
+    """Raise TypeError for arguments that this kind of attention does not have, such as arguments of the other kind."""
     other = "softmax" if kind == "linear" else "linear"
-    remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(OWN[other]) else ""
+    remedy = f"; build the scheme with attention={kind!r}" if set(names) & set(FROM_SCHEMES[other]) else ""
     raise TypeError(f"{kind}_attention() got an unexpected keyword argument {names[0]!r}{remedy}")
 
 
@@ -157,7 +160,7 @@ def check_linear(
 ) -> LinearProblem:
     """The problem of linear attention; ValueError for arguments that do not fit together.
 
-    Content-dependent phases start from `path` ``[*b h c]``, those of the last token of the shard before.
+    Content-dependent phases start from `path` ``[*b h c]``, the phases of the last token of the previous shard.
     """
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     features = identity if phi is None else phi
@@ -210,9 +213,7 @@ def check_softmax(
     if attn_mask is not None:
         checks.check_pairs(attn_mask, q, torch.Size((*batch, t, s)))
         if state is not None and problem.window is not None:
-            raise ValueError(
-                "attn_mask: expected none beside a window in a stream, which forgets the tokens before, got one"
-            )
+            raise ValueError("attn_mask: expected none with a window in a stream, which forgets the tokens before, got one")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
     if problem.rho_q.needs_float32 or problem.rho_k.needs_float32:
@@ -319,7 +320,7 @@ def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
         )
     if problem.window is not None and terms:
         raise ValueError(
-            f"window: expected none beside clipped terms, whose far keys share one sum, got {problem.window}; "
+            f"window: expected none with clipped terms, whose far keys share one sum, got {problem.window}; "
             "use softmax_attention"
         )
     if problem.window is not None and problem.state is not None:
@@ -338,13 +339,13 @@ def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
             "segment_ids: expected one tensor, of the keys, in linear attention, got a pair; use softmax_attention"
         )
     if terms and problem.decay is not None:
-        raise ValueError("decay: expected none beside clipped terms, whose far keys share one sum, got one")
+        raise ValueError("decay: expected none with clipped terms, whose far keys share one sum, got one")
     if segment_ids is not None and any(isinstance(term, Clipped) and term.outside for term in terms):
-        raise ValueError("segment_ids: expected none beside class tokens, the first rows of a whole tensor, got some")
+        raise ValueError("segment_ids: expected none with class tokens, the first rows of a whole tensor, got some")
     if terms and segment_ids is not None and problem.state is not None:
-        raise ValueError("segment_ids: expected none beside clipped terms in a stream, which keeps one sum of far keys")
+        raise ValueError("segment_ids: expected none with clipped terms in a stream, which keeps one sum of far keys")
     if terms and problem.denominator == "complex":
-        raise ValueError("denominator: expected 'plain', 'encoded' or None beside terms, got 'complex'")
+        raise ValueError("denominator: expected 'plain', 'encoded' or None with terms, got 'complex'")
 
 
 def _grouped(problem: AnyProblem) -> AnyProblem:

@@ -8,8 +8,8 @@
 c_j and o_i are the maps of values and of outputs in `transport`. Sums are over the keys j that take part: keys that are not
 masked, in the query's segment, if causal not after the query, and less than a window away from it; the last query is aligned
 with the last key. A plain denominator sums weights without rho; a complex one treats pairs of features as complex numbers.
-Time and memory are quadratic, the dtype is that of the inputs, and every operation is differentiable any number of times.
-Unmasked inputs must be finite: zero times NaN is NaN. Arguments are those of `linear_attention` and `softmax_attention`,
+Time and memory are quadratic, the dtype of the inputs is kept, and every operation is differentiable any number of times.
+Unmasked inputs must be finite: zero times NaN is NaN. Arguments are as in `linear_attention` and `softmax_attention`,
 unchecked.
 """
 

@@ -15,7 +15,7 @@ def segmented(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Log decays of t queries and of keys, with a jump between segments; and the log decay of the previous token: zero.
 
-    Within a segment, differences are those of `decay`. Queries are aligned with the last keys.
+    Within a segment, differences equal differences of `decay`. Queries are aligned with the last keys.
 
     Args:
         ids: Segment ids of keys ``[*b s]``.

@@ -1,12 +1,12 @@
-"""Attention of one sequence over the processes of a group: what a shard needs of the others, exchanged.
+"""Attention of one sequence over the processes of a group, and what the shards exchange.
 
 Linear attention needs sums of constant size. Shard r has g_i at its queries and sends, for its keys,
 
     S_r = sum_j exp(E_r - g_j) k_j v_j^T,    E_r = g of its last key,
 
-and total_i = (the sum over its own keys) + exp(g_i - f) q_i sum_{s < r} exp(f - E_s) S_s, f = g of its first query. Without
-`causal` the shards after it enter likewise, from the other end. One collective brings all S and E, while the sums over own
-keys run. Windows, relative terms and softmax attention fetch the keys that they see.
+and total_i = (the sum over local keys) + exp(g_i - f) q_i sum_{s < r} exp(f - E_s) S_s, where f is g of its first query.
+Without `causal` later shards enter in the same way, from the other end. One collective gathers all S and E while the sums
+over local keys run. Windows, relative terms and softmax attention fetch the keys that their queries see.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ __all__ = ["checked", "softmax_problem", "totals"]
 
 
 def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
-    """A checked problem, whose content-dependent phases go on from those of the shards before."""
+    """A checked problem, whose content-dependent phases continue from the previous shards."""
     problem = check(q, k, v, options, streams=streams)
     if problem.shards is None or problem.phase is None:
         return problem
@@ -42,7 +42,7 @@ def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, o
 
 
 def totals(sums: Sums, problem: LinearProblem) -> Tensor:
-    """The sums of a shard's queries over all shards, undivided."""
+    """Sums of the queries of a shard over all shards, not divided."""
     shards = problem.shards
     assert shards is not None
     triples = sums.triples()
@@ -58,16 +58,16 @@ def totals(sums: Sums, problem: LinearProblem) -> Tensor:
 
 
 def _carried(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, causal: bool, shards: Shards) -> Tensor:
-    """Sums of a shard's queries over its own keys, and over those of the shards before and after it."""
+    """Sums of the queries of a shard over local keys and over the shards before and after."""
     directions = (False,) if causal else (False, True)
     sent = [] if g is None else [g[1][..., 0], g[1][..., -1]]
     sent += [_state(k, v, g, after) for after in directions for _, k, v in triples]
     pending = shards.gather(*sent)
-    own = []
+    sums = []
     for q, k, v in triples:
         batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
-        own.append(linear.linear(Sums(q, k, v, ALL_READY, g, causal)))
+        sums.append(linear.linear(Sums(q, k, v, ALL_READY, g, causal)))
     found = pending.wait()
     edges = None
     if g is not None:
@@ -78,8 +78,8 @@ def _carried(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, causal
     for n, after in enumerate(directions):
         states = found[n * count : (n + 1) * count]
         far = [_far(q, state, g, edges, after, shards.rank) for (q, _, _), state in zip(triples, states, strict=True)]
-        own = [total + more for total, more in zip(own, far, strict=True)]
-    return torch.cat(own, -1)
+        sums = [total + more for total, more in zip(sums, far, strict=True)]
+    return torch.cat(sums, -1)
 
 
 def _state(k: Tensor, v: Tensor, g: Decays, after: bool) -> Tensor:
@@ -103,25 +103,25 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
     exponents = edge - border if after else border - edge
     weight = exponents.masked_fill(~part[..., 0, 0].to(edge.device), -torch.inf).exp()
     state = weighed(states, cast_down(weight, q.dtype, q.device)[..., None, None]).sum(0)
-    own = border[..., None] - g[0] if after else g[0] - border[..., None]
-    own = cast_down(own.exp(), q.dtype, q.device)[..., None]
-    return torch.where(own == 0, 0, (q * own) @ state)
+    exponent = border[..., None] - g[0] if after else g[0] - border[..., None]
+    factor = cast_down(exponent.exp(), q.dtype, q.device)[..., None]
+    return torch.where(factor == 0, 0, (q * factor) @ state)
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:
-    """ValueError, on all processes, where log decays increase from a shard to the next."""
+    """ValueError on all processes if log decays increase from one shard to the next."""
     if first.device.type == "cpu" and bool((first[1:] > last[:-1]).any()):
         raise ValueError("decay: expected log decays that do not increase from shard to shard; sort tokens by position")
 
 
 def _joined_segments(problem: LinearProblem, shards: Shards) -> Decays:
-    """Log decays with the jumps between segments, which count over all shards."""
+    """Log decays with jumps between segments, added up over all previous shards."""
     assert problem.g is not None
     assert problem.segments is not None
-    own = problem.g[1]
-    ids = problem.segments[1].expand(*own.shape[:-2], -1)
-    raw = own if problem.decay is None else problem.decay[1].expand(own.shape)
-    sent = ids[..., 0], ids[..., -1], own[..., -1], raw[..., 0], raw[..., -1]
+    g = problem.g[1]
+    ids = problem.segments[1].expand(*g.shape[:-2], -1)
+    raw = g if problem.decay is None else problem.decay[1].expand(g.shape)
+    sent = ids[..., 0], ids[..., -1], g[..., -1], raw[..., 0], raw[..., -1]
     first, last, drop, start, stop = shards.gather(*sent).wait()
     step = torch.zeros_like(start[1:]) if problem.decay is None else start[1:] - stop[:-1]
     new = (first[1:] != last[:-1]).unsqueeze(-1).to(step.device)
@@ -140,9 +140,9 @@ def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, probl
     more = _after(window, problem.causal, shards)
     if g is not None:
         g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], more)), -1), found[-1]
-    wide = [(F.pad(q, (0, 0, 0, more)), *found[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
-    wide = [[x.expand(*_leading(own), *x.shape[-2:]) for x in own] for own in wide]
-    total = within(wide, g, problem.causal, window, linear.linear)
+    padded = [(F.pad(q, (0, 0, 0, more)), *found[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
+    padded = [[x.expand(*_leading(triple), *x.shape[-2:]) for x in triple] for triple in padded]
+    total = within(padded, g, problem.causal, window, linear.linear)
     return total[..., : problem.q.shape[-2], :]
 
 
@@ -163,7 +163,7 @@ def _after(window: int, causal: bool, shards: Shards) -> int:
 
 
 def _with_terms(total: Tensor, problem: LinearProblem, shards: Shards) -> Tensor:
-    """Sums and denominators plus those of clipped terms."""
+    """Sums and denominators plus the sums of clipped terms."""
     for term in problem.terms:
         assert isinstance(term, Clipped)
         near = problem.causal and term.x.shape[-1] == 1 and not term.outside and problem.segments is None
@@ -172,21 +172,21 @@ def _with_terms(total: Tensor, problem: LinearProblem, shards: Shards) -> Tensor
 
 
 def _with_near(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
-    """With a clipped term of a causal sequence: the keys within its reach, and the sum of those before."""
+    """Add a clipped term of a causal sequence: keys within its reach are fetched, earlier ones enter as one sum."""
     values = values_of_terms(problem)
     sums = shards.gather(values.to(torch.float64).sum(-2))
-    near, places = shards.tokens([values, term.y], [-2, -2], lambda start, stop: (start - term.reach, start)).wait()
+    near, positions = shards.tokens([values, term.y], [-2, -2], lambda start, stop: (start - term.reach, start)).wait()
     score = scores_of(problem, term)
     batch = broadcast(score.shape[:-2], values.shape[:-2])
     rows = torch.cat((near, values), -2).expand(*batch, -1, -1)
     score = score.expand(*batch, -1, -1)
-    added = clipped.clipped(score, rows, term.x, torch.cat((places, term.y), -2), term.reach, causal=True)
+    added = clipped.clipped(score, rows, term.x, torch.cat((positions, term.y), -2), term.reach, causal=True)
     far = sums.wait()[0][: shards.rank].sum(0) - near.to(torch.float64).sum(-2)
     return total + added + score[..., :1] * far.to(values.dtype).unsqueeze(-2)
 
 
 def _with_all(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
-    """With any clipped term: all values and positions are fetched, and rows of other shards are added to queries."""
+    """Add any clipped term: all values and positions are fetched, and queries are padded to the whole sequence."""
     found = _fetched(problem, {"v": (problem.v, -2), "y": (term.y, -2)}, shards, None, problem.causal)
     y, start, stop = found.pop("y"), shards.start, shards.start + shards.count
     x = torch.cat((y[..., :start, :], term.x.expand(*y.shape[:-2], -1, -1), y[..., stop:, :]), -2)
@@ -196,10 +196,10 @@ def _with_all(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shar
 
 
 def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
-    """The problem of a shard's queries, and of the keys of all shards that they see.
+    """The problem of the queries of a shard and all keys that they see.
 
-    Terms, locality and attn_mask have all keys, and so has the problem with one of them. Otherwise its last query, perhaps
-    one of zeros, is aligned with its last key.
+    With terms, locality or attn_mask it has the keys of all shards. Otherwise queries may be padded with zeros, so that the
+    last one is aligned with the last key.
     """
     shards, t = problem.shards, problem.q.shape[-2]
     assert shards is not None
@@ -212,8 +212,9 @@ def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
         found |= {"q": F.pad(problem.rho_q(problem.q), (0, 0, 0, more)), "rho_q": Identity()}
         for name in ("decay", "segments"):
             if name in found:
-                own = found[name][0][..., -t:]
-                found[name] = torch.cat((own, own[..., -1:].expand(*own.shape[:-1], more)), -1), found[name][1]
+                of_queries = found[name][0][..., -t:]
+                last = of_queries[..., -1:].expand(*of_queries.shape[:-1], more)
+                found[name] = torch.cat((of_queries, last), -1), found[name][1]
     return replace(problem, rho_k=Identity(), shards=None, **found)
 
 

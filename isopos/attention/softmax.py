@@ -16,7 +16,7 @@ from isopos.deprecation import former_argument
 from isopos.exact import full_precision
 from isopos.maps import Identity
 from isopos.ops.library import watched
-from isopos.ops.linear.isolation import broken, finite, joined
+from isopos.ops.linear.containment import finite, joined, nonfinite
 from isopos.phases import ContentPhase
 from isopos.state import State
 from isopos.terms import Term
@@ -60,8 +60,8 @@ def softmax_attention(
 ) -> Tensor | tuple[Tensor, State]:
     """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
 
-    Arguments that are not listed are those of `linear_attention`, and so are shared heads and NaN containment, which here
-    holds outside a compiler only.
+    Arguments that are not listed, shared heads and NaN containment are as in `linear_attention`; NaN containment holds
+    outside a compiler only.
 
     Args:
         q: Queries ``[*b h t d]``, any floating dtype.
@@ -85,9 +85,9 @@ def softmax_attention(
             the shard and the keys of all shards, as ``scheme.at(x, group=group)`` gives them.
 
     Mask, attn_mask, window, segment_ids and causal combine. A static cache is keys and values of any capacity S, with a mask
-    of filled slots, whatever the others hold (`mask` reads none of them; `attn_mask` needs finite numbers in them except on
-    the CPU). For several new tokens at positions p ``[t]`` add the attn_mask ``slots <= p[:, None]``; do not pass `causal`,
-    which would align the last query with the last slot.
+    of filled slots; other slots may hold anything (`mask` reads none of them; `attn_mask` needs finite numbers in them,
+    except on the CPU). For several new tokens at positions p ``[t]`` add the attn_mask ``slots <= p[:, None]``; do not pass
+    `causal`, which would align the last query with the last slot.
 
     If GPU kernels are requested (`isopos.ops.gpu`), decays, terms, locality, windows, masks and segments go through
     PyTorch's flex attention, which does not store scores; a warning states what it does not serve.
@@ -125,19 +125,19 @@ def softmax_attention(
         return restored(ring.attended(problem), problem).to(q.dtype)
     problem = problem if problem.shards is None else sharded.softmax_problem(problem)
     problem, after = (problem, State()) if problem.state is None else _cached(problem, problem.state)
-    out = _isolated(problem)
+    out = _contained(problem)
     out = out if out.shape[-2] == t else out[..., :t, :]
     out = restored(out, problem).to(q.dtype)
     return (out, after) if return_state else out
 
 
-def _isolated(problem: SoftmaxProblem) -> Tensor:
+def _contained(problem: SoftmaxProblem) -> Tensor:
     """Attention with NaN containment: rows that attend to no non-finite token are recomputed without these tokens."""
     out = _attend(problem)
     if finite(out) and finite(problem.q):  # PyTorch's kernel may return numbers for a query of NaN
         return out
     with torch.no_grad():
-        of_queries, of_keys = broken((problem.q,)), broken((problem.k,)) | broken((problem.v,))
+        of_queries, of_keys = nonfinite((problem.q,)), nonfinite((problem.k,)) | nonfinite((problem.v,))
         seen = ((takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
     out = out.masked_fill(of_queries[..., None], torch.nan)
     if bool(seen.all()):
@@ -177,12 +177,12 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (rho_q(q), rho_k(k), v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         return torch.where(alive, out, 0)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
-        logits = scale * rho_q(q.to(wide)) @ rho_k(k.to(wide)).mT
-        logits = logits if locality is None else logits * locality.unsqueeze(-3).to(wide)
-        weight = F.dropout((logits + bias.to(wide)).softmax(-1), dropout, training=dropout > 0)
-        out = sum((term.values(weight) for term in of_values), weight @ v.to(wide))
+        logits = scale * rho_q(q.to(dtype)) @ rho_k(k.to(dtype)).mT
+        logits = logits if locality is None else logits * locality.unsqueeze(-3).to(dtype)
+        weight = F.dropout((logits + bias.to(dtype)).softmax(-1), dropout, training=dropout > 0)
+        out = sum((term.values(weight) for term in of_values), weight @ v.to(dtype))
     return torch.where(alive, out, 0).to(q.dtype)
 
 

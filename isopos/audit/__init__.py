@@ -1,4 +1,4 @@
-"""The doctor: `isopos.audit(model)` finds what is wrong with the positions of anybody's model.
+"""Audits: `isopos.audit(model)` finds faults in the positions of any PyTorch model.
 
 A check is a function of a `Subject` that yields findings, entered by `check(name, question, *needs)`; the report holds them
 all. Files, in reading order: `subject.py` (what checks may call), `checks.py` (what a check is, and the comparison up to

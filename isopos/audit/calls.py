@@ -13,12 +13,12 @@ from isopos.audit.subject import Skip, Subject, relative_error
 __all__: list[str] = []
 
 GAPS = (0, 1, 2, 4, 5, 9, 10, 11, 14, 15, 16, 18)
-SEEN = 2  # a change of so many tolerances is none of rounding
+SEEN = 2  # a larger change, in tolerances, is more than rounding
 
 
 @check("shift", "Do outputs stay the same when all positions shift?", "positions")
 def shift(subject: Subject) -> Iterator[Finding]:
-    """Relative encodings only; absolute ones are named. Angles of float32 round in proportion to the position."""
+    """Compare outputs at shifted positions, for relative encodings. float32 angles round in proportion to the position."""
     unless(not subject.shift, f"its {subject.limit} positions leave no room for a shift")
     tokens = subject.tokens(1, subject.length)
     positions = torch.arange(subject.length)[None]
@@ -47,9 +47,9 @@ def shift(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-@check("positions", "Are positions obeyed, for each sample its own?", "positions")
+@check("positions", "Does each sample obey its positions?", "positions")
 def positions(subject: Subject) -> Iterator[Finding]:
-    """Positions with gaps, two samples with different ones, against single calls."""
+    """Compare a batch of two samples, with different positions and gaps, to single calls."""
     gaps = torch.tensor(GAPS[: subject.length])
     plain = torch.arange(len(gaps))
     unless(subject.limit is not None and subject.limit <= int(gaps[-1]) + 3, f"it has {subject.limit} positions only")
@@ -58,7 +58,7 @@ def positions(subject: Subject) -> Iterator[Finding]:
     single = [subject.outputs(tokens[i : i + 1], rows[i : i + 1], _all(tokens[:1])) for i in (0, 1)]
     batch = subject.outputs(tokens, rows, _all(tokens))
     yield compared(
-        subject, batch, torch.cat(single), "two samples of a batch keep their own positions",
+        subject, batch, torch.cat(single), "two samples of a batch keep separate positions",
         remedy="make cosines and sines for positions [b t], not for the first sample's", issue="unslothai/unsloth#3699",
     )  # fmt: skip
     change = relative_error(single[0], subject.outputs(tokens[:1], plain[None], _all(tokens[:1])))
@@ -73,7 +73,7 @@ def positions(subject: Subject) -> Iterator[Finding]:
 
 @check("left padding", "Do padded tokens before a sample change its outputs?", "mask")
 def left_padding(subject: Subject) -> Iterator[Finding]:
-    """With positions counted from the first real token, as generation counts them; and without, where a shift is unseen."""
+    """Compare left-padded to plain samples, with positions from the first real token, or by default if relative."""
     pad, tokens = 4, subject.tokens(1, subject.length)
     if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
         yield Finding(
@@ -106,7 +106,7 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
 
 @check("right padding", "Do padded tokens after a sample change its outputs?", "mask")
 def right_padding(subject: Subject) -> Iterator[Finding]:
-    """Two different paddings, against the sample alone."""
+    """Compare two different paddings to the sample alone."""
     pad, tokens = 3, subject.tokens(1, subject.length)
     want = subject.outputs(tokens, None, _all(tokens))
     for seed in (2, 3):
@@ -127,7 +127,7 @@ def right_padding(subject: Subject) -> Iterator[Finding]:
 
 @check("batch", "Do samples of other lengths in a batch change a sample?", "mask")
 def batch(subject: Subject) -> Iterator[Finding]:
-    """Three samples of different lengths, right-padded, against single calls."""
+    """Compare three right-padded samples of different lengths to single calls."""
     lengths = (subject.length, subject.length - 5, subject.length - 2)
     rows = subject.tokens(3, subject.length, seed=4)
     mask = torch.arange(subject.length)[None] < torch.tensor(lengths)[:, None]
@@ -142,7 +142,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
 
 @check("padding content", "Does what stands in padded places matter?", "mask")
 def padding_content(subject: Subject) -> Iterator[Finding]:
-    """The same left-padded sample with two different paddings: equal, and finite."""
+    """Compare a left-padded sample with two different paddings: outputs must be equal and finite."""
     pad, tokens = 4, subject.tokens(1, subject.length)
     got = []
     for seed in (5, 6):
@@ -154,9 +154,9 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
     yield compared(subject, got[1], got[0], "two paddings give the same outputs", remedy="mask padded keys in every layer")
 
 
-@check("padded rows", "Does what is not finite in padded places stay there?", "mask")
+@check("padded rows", "Does padding with NaN leave other tokens unchanged?", "mask")
 def padded_rows(subject: Subject) -> Iterator[Finding]:
-    """A row of padding alone in a batch with a sample; and, where tokens are features, NaN in padded places."""
+    """Add a row of padding only to a batch, and for features as tokens NaN in padding; the sample must not change."""
     pad, sample = 4, subject.tokens(1, subject.length)
     unless(subject.limit is not None and subject.length + pad > subject.limit, f"it has {subject.limit} positions only")
     rows = torch.cat((subject.tokens(1, pad, seed=5), sample), 1)
@@ -180,7 +180,7 @@ def padded_rows(subject: Subject) -> Iterator[Finding]:
 
 @check("precision", "Do lower dtypes keep positions apart?", "positions", "casts")
 def precision(subject: Subject) -> Iterator[Finding]:
-    """A far shift in bfloat16 and float16 changes outputs by their own rounding, as a near one does."""
+    """Compare errors of far and near positions in bfloat16 and float16, which must be of one size."""
     unless(not subject.is_relative, "only relative encodings are unmoved by a shift")
     room = 1024 if subject.limit is None else min(1024, subject.limit - subject.length)
     unless(room < 300, f"within {subject.limit} positions every dtype keeps them apart")
@@ -195,10 +195,10 @@ def precision(subject: Subject) -> Iterator[Finding]:
                 near, far = (subject.call(module, tokens, where + s, _all(tokens)) for s in (0, room))
             except RuntimeError as error:
                 raise Skip(f"it does not compute in {dtype}: {str(error).splitlines()[0]}") from None
-        own, moved = relative_error(near, exact), relative_error(far, exact)
-        bound = max(4 * own, subject.tolerance)
+        rounding, moved = relative_error(near, exact), relative_error(far, exact)
+        bound = max(4 * rounding, subject.tolerance)
         yield Finding(
-            f"{str(dtype)[6:]} at positions + {room} is as exact as near zero (difference {own:.1e})",
+            f"{str(dtype)[6:]} at positions + {room} is as exact as near zero (difference {rounding:.1e})",
             f"relative difference {moved:.1e}", "sound" if moved <= bound else "broken",
             remedy="" if moved <= bound else "keep positions and angles in float32, cast cosines and sines at the end",
             issue="" if moved <= bound else "huggingface/candle#3520",
@@ -207,7 +207,7 @@ def precision(subject: Subject) -> Iterator[Finding]:
 
 @check("order", "Does a bidirectional model see the order of tokens?", "bidirectional")
 def order(subject: Subject) -> Iterator[Finding]:
-    """Outputs of permuted tokens are not just the permuted outputs."""
+    """Compare outputs of permuted tokens to permuted outputs, which must differ."""
     tokens = subject.tokens(1, subject.length)
     swap = torch.randperm(subject.length, generator=torch.Generator().manual_seed(7))
     change = relative_error(subject.outputs(tokens[:, swap]), subject.outputs(tokens)[:, swap])
@@ -220,7 +220,7 @@ def order(subject: Subject) -> Iterator[Finding]:
 
 @check("direction", "Does a bidirectional model tell past from future?", "bidirectional")
 def direction(subject: Subject) -> Iterator[Finding]:
-    """Outputs of reversed tokens are not just the reversed outputs."""
+    """Compare outputs of reversed tokens to reversed outputs, which must differ."""
     tokens = subject.tokens(1, subject.length)
     change = relative_error(subject.outputs(tokens.flip(1)), subject.outputs(tokens).flip(1))
     seen = change > SEEN * subject.tolerance

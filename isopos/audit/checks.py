@@ -1,4 +1,4 @@
-"""What a check is, the table of all checks, and the comparison that most of them make."""
+"""Checks: their class, the table of all checks, and the comparison that most of them make."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name: str, question: str, *needs: str) -> Callable[[Measure], Measure]:
-    """Enter a function as the measure of a check.
+    """A decorator that registers a function as a check.
 
     Examples:
         >>> @check("example", "Are outputs finite?")
@@ -74,7 +74,7 @@ def compared(
     slack: float = 1.0,
     fault: Callable[[], tuple[str, Curves]] | None = None,
 ) -> Finding:
-    """A finding that two outputs are equal up to rounding; `fault` finds the place of a difference, and curves of layers."""
+    """A finding that two outputs are equal up to rounding; `fault` locates a difference and returns curves of layers."""
     error, bound = relative_error(got, expected), subject.tolerance * slack
     measured = f"relative difference {error:.1e}, rounding {subject.rounding:.0e}"
     curves = by_position({"outputs": got}, {"outputs": expected})
@@ -89,7 +89,7 @@ def compared(
 def first_difference(
     subject: Subject, changed: Callable[[nn.Module], Tensor | None], whole: Callable[[nn.Module], Tensor | None]
 ) -> tuple[str, Curves]:
-    """The first submodule whose output differs between two calls that should agree, by how much, and errors of layers.
+    """The first submodule whose output differs between two calls that should agree, the difference, and errors of layers.
 
     Args:
         changed: A call on the exact copy; what it returns is an index of tokens ``[t]`` to compare, or None for all.
@@ -110,7 +110,7 @@ def first_difference(
 
 
 def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those outputs that are of items of an `nn.ModuleList` or `nn.Sequential`, the outermost ones."""
+    """The outputs of items of the outermost `nn.ModuleList` or `nn.Sequential`."""
     found: dict[str, Tensor] = {}
     for name in sorted(outputs, key=lambda name: (name.count("."), name)):
         up = name.rpartition(".")[0]
@@ -122,7 +122,7 @@ def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Curves:
-    """Errors of outputs ``[b t v]`` at each of their positions, relative to the largest expected number."""
+    """Errors of outputs ``[b t v]`` at each position, relative to the largest expected number."""
     curves = []
     for name, a in got.items():
         b = expected.get(name)
@@ -140,6 +140,6 @@ def _at(a: Tensor, index: Tensor) -> Tensor | None:
 
 
 def unless(condition: bool, reason: str) -> None:
-    """Raise `Skip` with the reason where the condition holds."""
+    """Raise `Skip` with the reason if the condition holds."""
     if condition:
         raise Skip(reason)

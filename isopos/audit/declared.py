@@ -1,4 +1,4 @@
-"""Frequencies that a configuration declares, by our own formulas in float64, and a guess at what went wrong with others."""
+"""Frequencies that a configuration declares, by the formulas of isopos in float64, and guesses at what went wrong."""
 
 import math
 from collections.abc import Mapping
@@ -42,20 +42,20 @@ def rule(parameters: Mapping[str, Any], trained: int | None, length: int = 0) ->
         return Dynamic(max(1.0, length / (trained or length or 1)), trained, alpha=factor)
     if kind == "llama3":
         return Llama3(factor, original, fast=parameters["high_freq_factor"], slow=parameters["low_freq_factor"])
-    own = parameters.get("attention_factor")
+    actual = parameters.get("attention_factor")
     if kind == "longrope":
         rescale = parameters["long_factor" if length > original else "short_factor"]
-        return LongRope(max(1.0, factor), original, rescale=rescale, sharpness=own)
+        return LongRope(max(1.0, factor), original, rescale=rescale, sharpness=actual)
     scale, whole = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if own is None and scale and whole:
-        own = _mscale(factor, scale) / _mscale(factor, whole)
+    if actual is None and scale and whole:
+        actual = _mscale(factor, scale) / _mscale(factor, whole)
     fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
     truncate = parameters.get("truncate", True)
-    return Yarn(factor, original, fast=fast, slow=slow, truncate=truncate, sharpness=own)
+    return Yarn(factor, original, fast=fast, slow=slow, truncate=truncate, sharpness=actual)
 
 
 def frequencies(parameters: Mapping[str, Any], features: int, trained: int | None, length: int = 0) -> Tensor:
-    """Declared frequencies ``[f]`` of `features` rotating features in radians a step, float64.
+    """Declared frequencies ``[f]`` of `features` rotating features in radians per step, float64.
 
     Examples:
         >>> frequencies({"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}, 4, None).tolist()
@@ -71,44 +71,44 @@ def frequencies(parameters: Mapping[str, Any], features: int, trained: int | Non
 
 
 def attention_factor(parameters: Mapping[str, Any], trained: int | None) -> float:
-    """What the declared type multiplies cosines and sines by."""
+    """The factor of cosines and sines that the declared type has."""
     extension = rule(parameters, trained)
     return 1.0 if extension is None else extension.attention_factor
 
 
-def diagnosis(own: Tensor, parameters: Mapping[str, Any], features: int, trained: int | None) -> str:
-    """In words, what frequencies ``[f]`` are that are not the declared ones."""
-    own, declared = own.double().flatten(), frequencies(parameters, features, trained)
-    if len(own) != len(declared):
-        whole = rope_frequencies(len(own), float(parameters["rope_theta"]))
-        plain = " of the declared base" if _same(own, whole) else ""
-        return f"{2 * len(own)} features rotate{plain}, {features} are declared: the partial share or head size is wrong"
-    if not bool(own.isfinite().all()) or not bool(own.any()):
+def diagnosis(actual: Tensor, parameters: Mapping[str, Any], features: int, trained: int | None) -> str:
+    """A description of frequencies ``[f]`` that differ from the declared ones."""
+    actual, declared = actual.double().flatten(), frequencies(parameters, features, trained)
+    if len(actual) != len(declared):
+        whole = rope_frequencies(len(actual), float(parameters["rope_theta"]))
+        plain = " of the declared base" if _same(actual, whole) else ""
+        return f"{2 * len(actual)} features rotate{plain}, {features} are declared: the partial share or head size is wrong"
+    if not bool(actual.isfinite().all()) or not bool(actual.any()):
         return "the table is not initialised"
     for dtype in (torch.float16, torch.bfloat16):
-        if _same(own, declared.float().to(dtype).double()):
+        if _same(actual, declared.float().to(dtype).double()):
             return f"the declared frequencies, rounded to {str(dtype)[6:]}"
-    if _same(own, declared, 1.1 * torch.finfo(torch.bfloat16).eps):
-        worst = float(((own - declared).abs() / declared.clamp_min(1e-30)).max())
+    if _same(actual, declared, 1.1 * torch.finfo(torch.bfloat16).eps):
+        worst = float(((actual - declared).abs() / declared.clamp_min(1e-30)).max())
         return f"the declared frequencies within {worst:.0e}, rounded on the way"
     plain = frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)
-    if _same(own, plain):
+    if _same(actual, plain):
         return f"the scaling {parameters.get('rope_type')!r} is missing: these are the plain frequencies of its base"
-    if len(own) > 1 and bool((own > 0).all()):
-        base = float((own[0] / own[-1]) ** (len(own) / (len(own) - 1)))
-        if _same(own / own[0], rope_frequencies(len(own), base), 1e-3):
-            scaled = "" if abs(float(own[0]) - 1) < 1e-3 else f", divided by {float(1 / own[0]):.6g}"
+    if len(actual) > 1 and bool((actual > 0).all()):
+        base = float((actual[0] / actual[-1]) ** (len(actual) / (len(actual) - 1)))
+        if _same(actual / actual[0], rope_frequencies(len(actual), base), 1e-3):
+            scaled = "" if abs(float(actual[0]) - 1) < 1e-3 else f", divided by {float(1 / actual[0]):.6g}"
             return f"frequencies of base {base:.6g}{scaled}"
     for factor in (2, 4, 8, 16, 32, 64):
         other = {**parameters, "factor": float(factor)}
-        if "factor" in parameters and _same(own, frequencies(other, features, trained)):
+        if "factor" in parameters and _same(actual, frequencies(other, features, trained)):
             return f"the declared type with factor {factor}"
-    ratio = own / declared.where(declared > 0, 1)
+    ratio = actual / declared.where(declared > 0, 1)
     return f"{float(ratio.min()):.4g} to {float(ratio.max()):.4g} times the declared frequencies"
 
 
-def _same(own: Tensor, other: Tensor, bound: float = EQUAL) -> bool:
-    return own.shape == other.shape and bool(((own - other).abs() <= bound * other.abs()).all())
+def _same(actual: Tensor, other: Tensor, bound: float = EQUAL) -> bool:
+    return actual.shape == other.shape and bool(((actual - other).abs() <= bound * other.abs()).all())
 
 
 def _mscale(factor: float, scale: float) -> float:

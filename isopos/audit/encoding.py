@@ -1,4 +1,4 @@
-"""Which encoding is it? Attention of equal tokens depends on positions alone: it is fitted to the families known here."""
+"""Identify the encoding of each layer: attention of equal tokens depends on positions alone and is fitted to families."""
 
 import copy
 import math
@@ -21,18 +21,18 @@ __all__ = ["Rotation", "bias_family", "rotation"]
 
 COUNT = 53  # tokens; a prime, which no size of a model is likely to have
 STRIDES = (1, 16, 256)  # far positions tell slow frequencies apart; further away float32 angles are too coarse
-FITS = 1e-3  # a residual below is that of rounding
+FITS = 1e-3  # a smaller residual is rounding
 COARSE = 0.05
 MOVES = 1e-5  # of the norm of a vector
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How queries and keys turn with positions.
+    """A rotation of queries and keys by their positions.
 
     Args:
         first, second: Features ``[f]`` of the planes that turn.
-        w: Frequencies ``[h f]`` in radians a step, negative where a plane turns the other way.
+        w: Frequencies ``[h f]`` in radians per step, negative where a plane turns the other way.
         layout: "half", "interleaved", or "" where one plane leaves it open.
         residual: Of the fit, relative to the norm of what turns.
     """
@@ -45,12 +45,12 @@ class Rotation:
 
     @property
     def shared(self) -> Tensor | None:
-        """Frequencies ``[f]`` where all heads have the same, else None."""
+        """Frequencies ``[f]`` if all heads share them, otherwise None."""
         w = self.w.median(0).values
         return w if bool(((self.w - w).abs() <= 1e-3 * w.abs() + 1e-6).all()) else None
 
     def turned(self, x: Tensor, back: bool = False) -> Tensor:
-        """Features ``[*b t d]`` of tokens 0 to t - 1 turned to their positions, or back to position 0."""
+        """Features ``[*b t d]`` of tokens 0 to t - 1, rotated to their positions, or back to position 0."""
         assert self.shared is not None
         angle = torch.arange(x.shape[-2])[:, None] * (-self.shared if back else self.shared)
         z = torch.complex(x[..., self.first].double(), x[..., self.second].double())
@@ -128,7 +128,7 @@ def bias_family(logits: Tensor) -> tuple[str, float]:
                 continue
             bucket = T5(1, buckets=buckets, max_distance=distance, bidirectional=bidirectional).bucket(n)
             if len(bucket.unique()) == len(n.unique()):
-                continue  # every offset has a bucket of its own
+                continue  # every offset has a separate bucket
             if (error := float((change - _means(change, bucket)).abs().max()) / spread) < FITS:
                 return f"T5, {buckets} buckets up to distance {distance}", error
     return "a relative bias of another family", 0.0
@@ -142,7 +142,7 @@ def _means(values: Tensor, group: Tensor) -> Tensor:
 
 
 def attended(subject: Subject, stride: int, content: int = 0) -> list[Attended]:
-    """Attention of equal tokens at positions 0, s, 2 s, ..., where each layer has equal features."""
+    """Attention of equal tokens at positions 0, s, 2 s, ...; each layer gets equal features."""
     tokens, positions = _equal(subject, content), None
     if "positions" in subject.abilities:
         positions = stride * torch.arange(tokens.shape[1])[None]
@@ -159,7 +159,7 @@ def _equal(subject: Subject, content: int) -> Tensor:
 
 
 def rotations(subject: Subject) -> list[tuple[Attended, Rotation | None]]:
-    """Every attention of a call, with the rotation of its queries and keys where there is one that fits."""
+    """All attention products of a call, each with the rotation that fits its queries and keys, or None."""
     runs = {1: attended(subject, 1)}
     for stride in STRIDES[1:]:
         if "positions" in subject.abilities and (subject.limit is None or stride * COUNT <= subject.limit):
@@ -177,7 +177,7 @@ def rotations(subject: Subject) -> list[tuple[Attended, Rotation | None]]:
 
 
 def added(subject: Subject) -> str:
-    """Absolute positions in the features of the first layer, in words; empty where there are none."""
+    """A description of absolute positions in the features of the first layer; empty without any."""
     module, calls = subject.exact, []
     for x in (_equal(subject, content) for content in (0, 1)):
         with torch.no_grad(), layers(module, x.shape[1], equal) as inputs, traced(module) as seen:
@@ -194,7 +194,7 @@ def added(subject: Subject) -> str:
 
 
 def _sinusoidal(table: Tensor) -> bool:
-    """Whether each column ``[t d]`` is a sine of its own frequency: x(n + 1) + x(n - 1) is a multiple of x(n)."""
+    """Whether each column ``[t d]`` is a sine of a separate frequency: x(n + 1) + x(n - 1) is a multiple of x(n)."""
     x = table.double()
     around, middle = x[2:] + x[:-2], x[1:-1]
     factor = (around * middle).sum(0) / (middle * middle).sum(0).clamp_min(1e-30)
@@ -203,25 +203,25 @@ def _sinusoidal(table: Tensor) -> bool:
 
 @check("layout", "Do trained weights fit the layout of the rotation?", "text", "causal")
 def layout(subject: Subject) -> Iterator[Finding]:
-    """Loss on text as it is, and with queries and keys turned in the other layout instead."""
+    """Compare the loss on text to the loss with queries and keys rotated in the other layout."""
     found = rotations(subject)
     turns = [turn for _, turn in found if turn is not None]
     unless(not turns, "no attention turns its queries and keys")
-    unless(any(not a.layout or a.shared is None for a in turns), "heads have frequencies of their own, or a single plane")
+    unless(any(not a.layout or a.shared is None for a in turns), "heads have separate frequencies, or a single plane")
     text, module = subject.text, copy.deepcopy(subject.module).eval().float()
     assert text is not None
     text = text[:, : text.shape[1] - 1 + text.shape[1] % 2]  # an odd number of tokens, which no head has of features
     with torch.no_grad(), watched(module, text.shape[1]) as seen:
-        own = _losses(subject.call(module, text), text)
+        losses = _losses(subject.call(module, text), text)
     turns_of = {one.product: turn for one, (_, turn) in zip(seen, found, strict=True) if turn is not None}
     changes = {product: _in_other_layout(turn) for product, turn in turns_of.items()}
     with torch.no_grad(), watched(module, text.shape[1], changes):
         other = _losses(subject.call(module, text), text)
-    gain, error = float((own - other).mean()), float((own - other).std() / len(own) ** 0.5)
+    gain, error = float((losses - other).mean()), float((losses - other).std() / len(losses) ** 0.5)
     here, there = turns[0].layout, turns[0].other().layout
-    measured = f"{float(own.mean()):.3f} nats a token as it is, {float(other.mean()):.3f} in {there} layout"
+    measured = f"{float(losses.mean()):.3f} nats per token as it is, {float(other.mean()):.3f} in {there} layout"
     chance = math.log(subject.call(module, text[:, :2]).shape[-1])
-    best = min(float(own.mean()), float(other.mean()))
+    best = min(float(losses.mean()), float(other.mean()))
     unless(best > chance - 0.1, f"its weights predict the text no better than chance: {measured}")
     unless(abs(gain) < max(4 * error, 0.02), f"both layouts predict the text alike: {measured}")
     sound = gain < 0
@@ -247,7 +247,7 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @check("encoding", "Which encoding is it, and does it turn as declared?")
 def encoding(subject: Subject) -> Iterator[Finding]:
-    """From attention of equal tokens, layer by layer; rotary frequencies against those that the configuration declares."""
+    """Identify the encoding of each layer, and compare rotary frequencies with the declared ones."""
     found = rotations(subject)
     unless(not found, "no softmax over pairs of its tokens was seen")
     wanted = []
@@ -274,7 +274,7 @@ def encoding(subject: Subject) -> Iterator[Finding]:
 
 
 def _words(one: Attended, turn: Rotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:
-    """The family, its residual, and whether it is as declared."""
+    """A description of the family, its residual, and whether it is as declared."""
     if turn is None:
         if one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k)):
             return "queries and keys move, by no rotation", 1.0, not wanted
@@ -283,7 +283,7 @@ def _words(one: Attended, turn: Rotation | None, wanted: Sequence[Tensor]) -> tu
     layout = f", {turn.layout} layout" if turn.layout else ""
     words = f"rotary, {2 * len(turn.first)} of {one.q.shape[-1]} features{layout}"
     if turn.shared is None:
-        return f"{words}, frequencies of each head its own", turn.residual, True
+        return f"{words}, separate frequencies per head", turn.residual, True
     w = turn.shared.abs()
     known = [other for other in wanted if _equals(w, other)]
     words += f", {_series(w)}"
@@ -305,7 +305,7 @@ def _equals(w: Tensor, other: Tensor) -> bool:
 
 
 def _series(w: Tensor) -> str:
-    """Frequencies in words: their base where they are a geometric series from 1."""
+    """A description of frequencies: their base if they are a geometric series from 1."""
     if len(w) > 1 and bool((w > 0).all()):
         base = float((w[0] / w[-1]) ** (len(w) / (len(w) - 1)))
         if bool(((w / w[0] - rope_frequencies(len(w), base)).abs() <= 1e-2 * w / w[0] + 1e-6).all()):

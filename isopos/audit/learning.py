@@ -1,4 +1,4 @@
-"""Checks of what is learned of positions."""
+"""Checks of the gradients of positional parameters."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ LEARNED = re.compile(r"freq|rotary|rope|relative_attention_bias|slope|alibi|angl
 
 @check("gradient", "Does a gradient reach learned frequencies and biases in every head?")
 def gradient(subject: Subject) -> Iterator[Finding]:
-    """Of a random function of the outputs; parameters whose names speak of positions within heads."""
+    """Check gradients of a random function of the outputs, for positional parameters by name and for each head."""
     module = copy.deepcopy(subject.exact).requires_grad_(False)
     learned = {name: p for name, p in module.named_parameters() if LEARNED.search(name) and p.is_floating_point()}
     unless(not learned, "no parameter named after frequencies, rotations or biases of positions was found")
@@ -41,7 +41,7 @@ def gradient(subject: Subject) -> Iterator[Finding]:
 
 
 def _dead(name: str, parameter: nn.Parameter, heads: int | None) -> str:
-    """Which heads no gradient reaches, in words."""
+    """A description of the heads without a gradient."""
     grad = parameter.grad
     if grad is None or not bool(grad.any()):
         return "no gradient at all"

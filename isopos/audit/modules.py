@@ -1,4 +1,4 @@
-"""A torch module with a call to try, as a subject."""
+"""Audits of a torch module with an example call."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ class ModuleSubject(Subject):
         cls, module: nn.Module, call: Callable[..., Tensor] | None, example: Tensor | None, relative: bool | None,
         causal: bool | None,
     ) -> "ModuleSubject":  # fmt: skip
-        """The subject, after trying the call."""
+        """The subject of a module, after a trial of the call."""
         if not isinstance(example, Tensor) or example.ndim not in (2, 3):
             raise ValueError(
                 f"example: expected tokens [1 t] or features [1 t d] for {type(module).__name__}, got {example!r}"
             )
         parameters = inspect.signature(module.forward if call is None else call).parameters
-        names = {own: name for own, known in NAMES.items() for name in known if name in parameters}
+        names = {argument: name for argument, known in NAMES.items() for name in known if name in parameters}
         rotary = any(word in type(child).__name__.lower() for child in module.modules() for word in ROTARY)
         subject = cls(
             module, type(module).__name__, is_relative=True if relative is None and rotary else relative,
@@ -60,7 +60,7 @@ class ModuleSubject(Subject):
         self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
     ) -> Tensor:
         given = {"positions": positions, "mask": mask, **more}
-        options = {self.names[own]: value for own, value in given.items() if value is not None and own in self.names}
+        options = {self.names[name]: value for name, value in given.items() if value is not None and name in self.names}
         if tokens.is_floating_point():
             tokens = tokens.to(next((p.dtype for p in module.parameters()), tokens.dtype))
         out = module(tokens, **options) if self.function is None else self.function(module, tokens, **options)
@@ -78,7 +78,7 @@ class ModuleSubject(Subject):
             return self.call(self.exact, tokens, positions, mask, segments=segments)
 
     def is_causal(self) -> bool:
-        """Whether a change of the last token leaves all outputs before it."""
+        """Whether a change of the last token keeps all outputs before it."""
         tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
         changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an audit found: findings, and a report of them as text, a table or JSON."""
+"""Results of an audit: findings, and a report of them as text, a table or JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -108,11 +108,11 @@ class Report:
 
     @property
     def encodings(self) -> tuple[str, ...]:
-        """Which encodings the model has, in words, with the layers that have them."""
+        """A description of the encodings of the model, with their layers."""
         return tuple(a.measured + f" at {a.where}" * bool(a.where) for a in self.results if a.check == "encoding")
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """The whole report as JSON values."""
         head = {"subject": self.subject, "sound": self.sound, "status": self.status, "verdict": self.verdict}
         return head | {"results": [asdict(a) for a in self.results], "unmeasured": [asdict(a) for a in self.unmeasured]}
 

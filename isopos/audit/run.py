@@ -129,7 +129,7 @@ def _subjects(
 
 
 def _report(subject: Subject, names: Iterable[str]) -> Report:
-    """All checks of one subject; what raises an exception is not measured."""
+    """Results of all checks of one subject; a check that raises an exception counts as failed."""
     results, unmeasured = [], []
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
@@ -144,14 +144,14 @@ def _report(subject: Subject, names: Iterable[str]) -> Report:
                     )
             except Skip as skip:
                 unmeasured.append(Unmeasured(check.name, str(skip), failed=False))
-            except Exception as error:  # whatever the model's own code does
+            except Exception as error:  # the model's code may raise anything
                 what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 unmeasured.append(Unmeasured(check.name, what, failed=True))
     return Report(subject.name, tuple(results), tuple(unmeasured))
 
 
 def _line(subject: Subject, finding: Finding) -> str:
-    """The lines of configuration and of code that a finding is about."""
+    """The lines of configuration and code that a finding concerns."""
     modules, names = dict(subject.module.named_modules()), re.split(r"[ ,()]+", finding.where)
     names += [name.rpartition(".")[0] for name in names]  # modules of parameters
     found = next((modules[name] for name in names if name in modules), subject.module)
@@ -160,7 +160,7 @@ def _line(subject: Subject, finding: Finding) -> str:
 
 
 def _source(module: nn.Module) -> str:
-    """FILE:LINE of a module's forward, from the package on; empty where there is no file."""
+    """FILE:LINE of a module's forward, from the package on; empty without a file."""
     try:
         forward = inspect.unwrap(type(module).forward)
         path, line = Path(inspect.getsourcefile(forward) or ""), inspect.getsourcelines(forward)[1]
@@ -171,7 +171,7 @@ def _source(module: nn.Module) -> str:
 
 
 class _quiet:
-    """No messages of the model's library while it is called in unusual ways."""
+    """A context without messages of the model's library, since audits call it in unusual ways."""
 
     def __enter__(self) -> None:
         self.before = logging.root.manager.disable

@@ -1,4 +1,4 @@
-"""Attention as any torch code computes it: queries, keys and logits, seen and changed without knowing the model."""
+"""Recording and changing queries, keys and logits of attention in any torch code, without knowledge of the model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["Attended", "equal", "layers", "watched"]
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-FORBIDDEN = -5e3  # logits below are those of a mask
+FORBIDDEN = -5e3  # smaller logits are masked
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Attended:
 
 @contextmanager
 def watched(module: nn.Module, count: int, changes: Mapping[int, Change] | None = None):
-    """A list that fills with the attention of calls with `count` tokens; `changes` of q and k by number of the product."""
+    """Record the attention of calls with `count` tokens in a list; `changes` of q and k by number of the product."""
     watch = _Watch(count, changes or {})
 
     def left(*_: Any) -> None:
@@ -51,7 +51,7 @@ def watched(module: nn.Module, count: int, changes: Mapping[int, Change] | None 
 
 @contextmanager
 def layers(module: nn.Module, count: int, change: Callable[[int, Tensor], Tensor]):
-    """Give every layer of a stack of layers other features: ``change(n, features [1 t d])`` at the n-th call of a layer.
+    """Replace the input features of every layer of a stack: ``change(n, features [1 t d])`` at the n-th call of a layer.
 
     Yields the list of the features that the layers would have had. Layers are the items of `nn.ModuleList` and
     `nn.Sequential` that are called with features of `count` tokens.
@@ -75,12 +75,12 @@ def layers(module: nn.Module, count: int, change: Callable[[int, Tensor], Tensor
 
 
 def equal(_: int, x: Tensor) -> Tensor:
-    """The features of the first token at all tokens, so that nothing but a layer's own encoding tells positions apart."""
+    """The features of the first token at all tokens, so that only the encoding of a layer tells positions apart."""
     return x[:, :1].expand_as(x).contiguous()
 
 
 class _Watch(TorchFunctionMode):
-    """Sees products of queries and keys, and the softmax that follows."""
+    """Records products of queries and keys, and the softmax that follows."""
 
     def __init__(self, count: int, changes: Mapping[int, Change]):
         super().__init__()
@@ -160,7 +160,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _einsum(equation: str, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The operands with their axes as in a product of matrices, where the equation is one."""
+    """The operands of an einsum with axes as in a matrix product, if the equation is one."""
     terms, _, out = equation.replace(" ", "").partition("->")
     first, _, second = terms.partition(",")
     summed = set(first) & set(second) - set(out)

@@ -17,27 +17,27 @@ STALE = "give a chunk the positions that follow the cache's, and its convolution
 
 @check("decoding", "Does token by token equal the whole?", "cache", "causal")
 def decoding(subject: Subject) -> Iterator[Finding]:
-    """Through a cache that grows, the model counting positions."""
+    """Compare token-by-token decoding with a growing cache to one call; the model counts positions."""
     yield from _streamed(subject, [1] * subject.length, "tokens decoded one by one give what the whole gives")
 
 
 @check("chunked prefill", "Do chunks equal the whole?", "cache", "causal")
 def chunked_prefill(subject: Subject) -> Iterator[Finding]:
-    """Chunks of different lengths through a cache that grows."""
+    """Compare chunks of different lengths with a growing cache to one call."""
     lengths = [5, 3, subject.length - 8]
     yield from _streamed(subject, lengths, f"chunks of {lengths} tokens give what the whole gives")
 
 
 @check("static cache", "Does a cache of fixed size equal the whole?", "static", "causal")
 def static_cache(subject: Subject) -> Iterator[Finding]:
-    """A prompt, then single tokens, in a cache with room to spare."""
+    """Compare a prompt and then single tokens, in a static cache with free slots, to one call."""
     lengths = [5] + [1] * (subject.length - 5)
     yield from _streamed(subject, lengths, "a static cache gives what the whole gives", "static")
 
 
 @check("beam reorder", "Do reordered beams keep their positions?", "cache", "causal")
 def beam_reorder(subject: Subject) -> Iterator[Finding]:
-    """Two rows whose cache is exchanged before the last chunk."""
+    """Swap the cache rows of two samples before the last chunk, as beam search does."""
     cut = subject.length - 4
     rows, more = subject.tokens(2, cut), subject.tokens(2, 4, seed=3)
     order = torch.tensor([1, 0])
@@ -50,7 +50,7 @@ def beam_reorder(subject: Subject) -> Iterator[Finding]:
 
 @check("generation", "Does a left-padded batch generate what samples generate alone?", "generate", "causal")
 def generation(subject: Subject) -> Iterator[Finding]:
-    """Logits of greedy steps of `generate`, which counts positions itself."""
+    """Compare logits of greedy `generate`, which counts positions itself, to single calls."""
     count, pad = 4, 3
     unless(subject.limit is not None and subject.length + count > subject.limit, f"it has {subject.limit} positions only")
     rows = subject.tokens(2, subject.length, seed=8)
@@ -67,7 +67,7 @@ def generation(subject: Subject) -> Iterator[Finding]:
 
 @check("packing", "Does a packed batch equal its parts?", "packing", "causal")
 def packing(subject: Subject) -> Iterator[Finding]:
-    """Three samples in one row, told apart by positions that restart, against single calls; names the layer that leaks."""
+    """Compare three samples packed in one row, with restarting positions, to single calls; name the leaking layers."""
     lengths = [4, 3, subject.length - 7]
     tokens = subject.tokens(1, subject.length)
     parts = tokens.split(lengths, 1)
@@ -91,7 +91,7 @@ def packing(subject: Subject) -> Iterator[Finding]:
 
 
 def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str, Curves]:
-    """The modules that leak by themselves, by how much: each layer is given the features that samples have alone."""
+    """Modules that mix packed samples, and the size of each leak; each layer gets the features of separate samples."""
     module, inputs, traces = subject.exact, [], []
     for part in tokens.split(list(lengths), 1):
         with torch.no_grad(), layers(module, part.shape[1], lambda _, x: x) as given, traced(module) as seen:

@@ -1,4 +1,4 @@
-"""What checks ask of a model: calls with positions, masks and chunks, and the rotary tables it declares."""
+"""The model under audit: calls with positions, masks and chunks, and its declared rotary tables."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -26,26 +26,26 @@ ABILITIES = {
     "text": "it takes text to tell, and none was given",
     "casts": "its call is not known to serve other dtypes",
 }
-"""What a subject may be able to do, with the reason that a check gives where it is not."""
+"""Abilities of subjects, each with the reason why a check without it does not apply."""
 SENSITIVE = 3e-2  # least relative change of later outputs when the first token changes
 NOISY = 1e-2  # rounding above which nothing can be told
-ROUNDINGS = 32  # a difference of so many roundings is a fault
+ROUNDINGS = 32  # a difference of more roundings is a fault
 
 
 class Skip(Exception):
-    """A check does not apply, for the reason given."""
+    """A check does not apply; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A module that makes cosines and sines, with what the configuration declares of it.
+    """A module that computes cosines and sines, with its declaration in the configuration.
 
     Args:
         name: Path of the module in the model.
         parameters: Declared rotary parameters: rope_type, rope_theta, factor, ... in transformers' names.
         features: Declared number of features that rotate; None where the configuration does not say.
         trained: Declared number of positions, ``max_position_embeddings``.
-        frequencies: The module's own frequencies ``[f]`` in radians a step; None where it keeps none.
+        frequencies: The module's frequencies ``[f]`` in radians per step; None if it has none.
         attention_factor: What it multiplies cosines and sines by.
         tables: (positions ``[b t]``, dtype) -> cosines and sines ``[b t d]``, of a deep copy where `fresh`.
     """
@@ -63,7 +63,7 @@ class Rotary:
 
 @dataclass
 class Subject(ABC):
-    """A model that checks call. Calls run in eval mode on a float64 copy where the model has one.
+    """The model under audit. Checks call it in eval mode, on a float64 copy if the model supports float64.
 
     Args:
         module: The user's model; never changed.
@@ -95,7 +95,7 @@ class Subject(ABC):
         """Outputs ``[b t v]`` of one of the copies; mask ``[b t]`` is True for tokens that take part."""
 
     def prepared(self, made: nn.Module) -> nn.Module:
-        """A copy, made ready for calls in float64."""
+        """A copy, prepared for calls in float64."""
         return made
 
     def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
@@ -129,7 +129,7 @@ class Subject(ABC):
 
     @cached_property
     def copies(self) -> dict[torch.dtype, nn.Module]:
-        """Copies in float64, where the model computes in it, and float32, with the same weights."""
+        """Copies with the same weights in float32, and in float64 if the model supports it."""
         made = self.prepared(copy.deepcopy(self.module).eval().requires_grad_(False)).double()
         kept = {torch.float64: made}
         try:
@@ -146,7 +146,7 @@ class Subject(ABC):
 
     @cached_property
     def exact(self) -> nn.Module:
-        """The copy that checks call: in float64, unless padding makes that non-finite where float32 is finite.
+        """The copy that checks call: float64, unless padding makes its outputs non-finite and those in float32 finite.
 
         Some masks hold the least float64, which is minus infinity once a softmax is taken in float32.
         """
@@ -159,7 +159,7 @@ class Subject(ABC):
 
     @torch.no_grad()
     def _probe(self, module: nn.Module, padded: bool = False) -> Tensor:
-        """Outputs of two samples, the second left-padded where that can be."""
+        """Outputs of two samples, the second left-padded if the model supports padding."""
         tokens = self.tokens(2, self.length)
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
         mask[1, :2] = False
@@ -192,20 +192,20 @@ class Subject(ABC):
 
     @property
     def tolerance(self) -> float:
-        """The relative difference from which on two calls differ by more than rounding."""
+        """The largest relative difference of two calls that rounding explains."""
         if not self.rounding < NOISY / ROUNDINGS:
             raise Skip(f"rounding changes its outputs by {self.rounding:.1e}, so that nothing can be told from it")
         return ROUNDINGS * self.rounding
 
     @property
     def shift(self) -> int:
-        """A shift of all positions that stays within the model's limit; 0 where there is none."""
+        """A shift of all positions within the model's limit; 0 if there is none."""
         room = 10**6 if self.limit is None else self.limit - 2 * self.length
         return max(0, min(37, room))
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, in units of the largest expected number; infinite where one is not finite."""
+    """The largest difference, in units of the largest expected number; infinite if a number is not finite."""
     if got.shape != expected.shape:
         raise ValueError(f"outputs: expected shape {tuple(expected.shape)}, got {tuple(got.shape)}")
     got, expected = got.double(), expected.double()

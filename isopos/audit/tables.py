@@ -40,44 +40,44 @@ def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
     return found
 
 
-@check("frequencies", "Are the frequencies those that the configuration declares?")
+@check("frequencies", "Do the frequencies equal the declared ones?")
 def frequencies(subject: Subject) -> Iterator[Finding]:
-    """Base, type, factor, trained length and partial share, as the module's own table has them now."""
+    """Compare the frequencies of each module with the declared base, type, factor, trained length and share."""
     for rotary, want in _declared(subject):
         if rotary.frequencies is not None:
             yield _equal(rotary, rotary.frequencies, want)
 
 
-def _equal(rotary: Rotary, own: Tensor, want: Tensor) -> Finding:
+def _equal(rotary: Rotary, actual: Tensor, want: Tensor) -> Finding:
     says = f"{rotary.parameters.get('rope_type')} frequencies of base {float(rotary.parameters['rope_theta']):g}"
-    own = own.detach().double().cpu().flatten()
-    if own.shape == want.shape and bool(((own - want).abs() <= declared.EQUAL * want.abs()).all()):
-        return Finding(says, f"the same within {_worst(own, want):.0e}", "sound", rotary.name)
-    what = declared.diagnosis(own, rotary.parameters, rotary.features or 0, rotary.trained)
+    actual = actual.detach().double().cpu().flatten()
+    if actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all()):
+        return Finding(says, f"the same within {_worst(actual, want):.0e}", "sound", rotary.name)
+    what = declared.diagnosis(actual, rotary.parameters, rotary.features or 0, rotary.trained)
     issue = "unslothai/unsloth#6907" if "missing" in what else "NVIDIA-NeMo/Automodel#2549" if "rounded" in what else ""
     issue = "deepspeedai/DeepSpeed#8345" if what.startswith("frequencies of base") else issue
     remedy = CAST if "rounded" in what else "build the table from the configuration's rotary parameters"
     return Finding(says, what, "broken", rotary.name, remedy, issue)
 
 
-def _worst(own: Tensor, want: Tensor) -> float:
-    return float(((own - want).abs() / want.abs().clamp_min(1e-30)).max())
+def _worst(actual: Tensor, want: Tensor) -> float:
+    return float(((actual - want).abs() / want.abs().clamp_min(1e-30)).max())
 
 
 @check("attention factor", "Are cosines and sines scaled as declared?")
 def attention_factor(subject: Subject) -> Iterator[Finding]:
-    """yarn and longrope sharpen logits by the square of a factor."""
+    """Compare the attention factor of yarn and longrope, whose square multiplies logits."""
     for rotary, _ in _declared(subject):
         want = declared.attention_factor(rotary.parameters, rotary.trained)
-        own = rotary.attention_factor
-        sound = abs(own - want) <= 1e-6 * want
+        actual = rotary.attention_factor
+        sound = abs(actual - want) <= 1e-6 * want
         remedy = "" if sound else "multiply cosines and sines by the factor of the declared type"
-        yield Finding(f"factor {want:.6g}", f"{own:.6g}", "sound" if sound else "broken", rotary.name, remedy)
+        yield Finding(f"factor {want:.6g}", f"{actual:.6g}", "sound" if sound else "broken", rotary.name, remedy)
 
 
-@check("tables", "Are cosines and sines those of the frequencies, far away and in lower dtypes?")
+@check("tables", "Do cosines and sines fit the declared frequencies, at far positions and in lower dtypes?")
 def tables(subject: Subject) -> Iterator[Finding]:
-    """Within the rounding of float32 angles and of the dtype; positions up to the declared maximum."""
+    """Compare cosines and sines up to the declared maximum position, within rounding of float32 angles and the dtype."""
     for rotary, _ in _declared(subject):
         if rotary.tables is None:
             continue
@@ -89,7 +89,7 @@ def tables(subject: Subject) -> Iterator[Finding]:
 
 @check("far positions", "How exact are cosines and sines up to position 2^31?")
 def far_positions(subject: Subject) -> Iterator[Finding]:
-    """Types that do not go by the length of a call, beyond the declared maximum too, within what float32 angles allow."""
+    """Compare tables at positions up to 2^31, for types that do not depend on the length of a call."""
     for rotary, _ in _declared(subject):
         if rotary.tables is None or rotary.parameters.get("rope_type", "default") not in ANY_LENGTH:
             continue
@@ -123,7 +123,7 @@ class _Largest(TorchDispatchMode):
 
 
 def _grows(rotary: Rotary) -> bool:
-    """Whether the module builds a table as long as its largest position, which far ones would need too much memory for."""
+    """Whether the module builds a table as long as its largest position, too large for far positions."""
     assert rotary.tables is not None
     sizes, module = [], copy.deepcopy(rotary.module)
     for position in (PROBED, 2 * PROBED):
@@ -134,27 +134,27 @@ def _grows(rotary: Rotary) -> bool:
 
 
 def _within(rotary: Rotary) -> int:
-    """Positions that plain calls may have: those for which dynamic rules do not start."""
+    """Positions of plain calls, short enough not to trigger dynamic rules."""
     original = rotary.parameters.get("original_max_position_embeddings") or rotary.trained or FAR[-1]
     return min(original, rotary.trained or original)
 
 
 def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
-    """A finding that a table of dtype at positions x ``[1 t]`` is right; where it is not, at which position first."""
+    """A finding that a table of dtype at positions x ``[1 t]`` is right, or the first position where it is not."""
     assert rotary.tables is not None
     want_w = declared.frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
     factor = declared.attention_factor(rotary.parameters, rotary.trained)
     angle = x[0].double()[:, None] * want_w
     want = torch.stack((angle.cos(), angle.sin())) * factor
     with torch.no_grad():
-        own = torch.stack(rotary.tables(module, x, dtype)).double()[:, 0]
-    own = _columns(own, want)
+        actual = torch.stack(rotary.tables(module, x, dtype)).double()[:, 0]
+    actual = _columns(actual, want)
     says = f"cosines and sines in {str(dtype)[6:]} up to position {int(x.max())}{how}"
-    if own is None:
+    if actual is None:
         return Finding(says, "a table of another width than the declared frequencies", "broken", rotary.name)
     single = torch.finfo(torch.float32).eps
     bound = factor * (2 * torch.finfo(dtype).eps + 8 * declared.EQUAL / 64 * (1 + angle.abs().amax(-1))) + 64 * single
-    error = (own - want).abs().amax((0, 2))
+    error = (actual - want).abs().amax((0, 2))
     curves = ((f"{rotary.name}, {str(dtype)[6:]}{how}", tuple(zip(x[0].tolist(), error.tolist(), strict=True))),)
     if bool((error <= bound).all()):
         return Finding(says, f"error {float(error.max()):.1e}", "sound", rotary.name, curves=curves)
@@ -164,14 +164,14 @@ def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Modul
     return Finding(says, f"error {float(error[bad]):.1e}", "broken", where, remedy, "huggingface/candle#3520", curves=curves)
 
 
-def _columns(own: Tensor, want: Tensor) -> Tensor | None:
-    """Tables ``[2 t d]`` as columns of frequencies ``[2 t f]``, whichever layout fits best."""
+def _columns(actual: Tensor, want: Tensor) -> Tensor | None:
+    """Tables ``[2 t d]`` as columns of frequencies ``[2 t f]``, in the layout that fits best."""
     f = want.shape[-1]
-    if own.shape[-1] == f:
-        return own
-    if own.shape[-1] != 2 * f:
+    if actual.shape[-1] == f:
+        return actual
+    if actual.shape[-1] != 2 * f:
         return None
-    layouts = [(own[..., :f], own[..., f:]), (own[..., ::2], own[..., 1::2])]
+    layouts = [(actual[..., :f], actual[..., f:]), (actual[..., ::2], actual[..., 1::2])]
     pick = min(layouts, key=lambda two: float((two[0] - want).abs().max()))
     first, second = ((a - want).abs().max() for a in pick)
     return pick[int(second > first)]
@@ -179,7 +179,7 @@ def _columns(own: Tensor, want: Tensor) -> Tensor | None:
 
 @check("autocast", "Does autocast round the angles?")
 def autocast(subject: Subject) -> Iterator[Finding]:
-    """Tables of float32 activations under bfloat16 autocast."""
+    """Compare tables for float32 activations under bfloat16 autocast."""
     for rotary, _ in _declared(subject):
         if rotary.tables is None:
             continue
@@ -191,7 +191,7 @@ def autocast(subject: Subject) -> Iterator[Finding]:
 
 @check("order of calls", "Does a longer call change what a shorter one gives after it?")
 def order_of_calls(subject: Subject) -> Iterator[Finding]:
-    """Tables of a fresh copy against those of one that saw longer positions, also between trained length and the longest."""
+    """Compare tables of a fresh copy with tables of a copy that was called at longer positions."""
     for rotary, _ in _declared(subject):
         if rotary.tables is None:
             continue
@@ -216,20 +216,20 @@ def order_of_calls(subject: Subject) -> Iterator[Finding]:
 
 
 def _some(count: int) -> Tensor:
-    """Positions 0 to count - 1 ``[1 t]``; of very many, the first and the last."""
+    """Positions 0 to count - 1 ``[1 t]``; only the first and the last of very many."""
     return torch.arange(count)[None] if count <= 4096 else torch.tensor([[*range(64), *range(count - 64, count)]])
 
 
 @check("saving", "Does a saved model have the same tables again?", "save")
 def saving(subject: Subject) -> Iterator[Finding]:
-    """save_pretrained, then from_pretrained."""
+    """Compare frequencies after save_pretrained and from_pretrained."""
     before = {a.name: a for a in subject.rotary(subject.module) if a.frequencies is not None}
     unless(not before, "no rotary module was found")
     after = {a.name: a for a in subject.rotary(subject.loaded_again())}
     for name, rotary in before.items():
-        own, again = rotary.frequencies, after[name].frequencies if name in after else None
-        assert own is not None
-        same = again is not None and own.shape == again.shape and relative_error(again, own) <= declared.EQUAL
+        actual, again = rotary.frequencies, after[name].frequencies if name in after else None
+        assert actual is not None
+        same = again is not None and actual.shape == again.shape and relative_error(again, actual) <= declared.EQUAL
         factors = (rotary.attention_factor, after[name].attention_factor if name in after else None)
         sound = same and factors[0] == factors[1]
         yield Finding(
@@ -249,10 +249,10 @@ def casts(subject: Subject) -> Iterator[Finding]:
         if not _equal(rotary, rotary.frequencies, want).severity == "sound":
             raise Skip("its frequencies are wrong before any cast")
         for dtype in (torch.bfloat16, torch.float16):
-            own = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
-            sound = own.shape == want.shape and bool(((own - want).abs() <= declared.EQUAL * want.abs()).all())
+            actual = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
+            sound = actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all())
             yield Finding(
-                f"frequencies stay exact in .to({dtype})", "they do" if sound else f"rounded by {_worst(own, want):.0e}",
+                f"frequencies stay exact in .to({dtype})", "they do" if sound else f"rounded by {_worst(actual, want):.0e}",
                 "sound" if sound else "risk", rotary.name, "" if sound else CAST,
                 "" if sound else "NVIDIA-NeMo/Automodel#2549",
             )  # fmt: skip
@@ -260,7 +260,7 @@ def casts(subject: Subject) -> Iterator[Finding]:
 
 @check("meta device", "Does a model come back whole from the device meta and `to_empty`?")
 def meta_device(subject: Subject) -> Iterator[Finding]:
-    """A copy on meta, emptied, with its own state dict loaded: outputs, and tables that the state dict lacks."""
+    """Compare a copy on meta, after to_empty and loading of its state dict: outputs, and tables that it lacks."""
     module = copy.deepcopy(subject.copies[torch.float32])
     state = module.state_dict()
     made = copy.deepcopy(module).to("meta").to_empty(device="cpu")

@@ -160,7 +160,7 @@ def interleave(
 
     Every other round has the opposite order, so that no workload always follows the same one. The clock stops when the
     device has finished. Short workloads are repeated within a round. On a GPU a workload that is not long is called equally
-    often before the clock starts, so that it reuses its own memory blocks.
+    often before the clock starts, so that it reuses freed memory blocks.
 
     Args:
         workloads: Workloads by name.

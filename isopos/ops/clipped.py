@@ -1,23 +1,23 @@
-"""Clipped relative terms: weights that see an offset only up to a reach on each axis, at a cost proportional to length.
+"""Sums with clipped relative terms: scores depend on offsets up to a reach on each axis, at a cost linear in length.
 
     total_i = sum_j score[i, bucket(i, j)] v_j
 
 Positions x ``[*b t c]`` of queries and y ``[*b s c]`` of keys are integers or reals. On each axis the offset y_j - x_i,
-rounded (halves go up) and clipped to -R..R, is a digit 0..2R: the number of edges x_i + k - 1/2, k = 1-R..R, that y_j has
-reached. A bucket is the number with these digits, first axis first, so that buckets of integers ascend with the
-lexicographic order of offsets. Leading tokens without coordinates (class tokens) have two buckets of their own after these:
-one of all pairs with such a key, one of the others with such a query.
+rounded (halves go up) and clipped to -R..R, is a digit 0..2R: the number of edges x_i + k - 1/2, k = 1-R..R, not above y_j.
+A bucket is the number with these digits, first axis first, so that buckets of integers ascend with the lexicographic order
+of offsets. Leading tokens without coordinates (class tokens) have two more buckets: one for pairs with such a key, one for
+other pairs with such a query.
 
-Why this is linear: let P[r] be the sum of the values whose keys rank below r on every axis. A bucket is a box of keys, the
-sum over it a difference of P at its corners. Summed by parts, each corner is read once, with a difference of scores as its
-weight (on several axes, such differences on every axis):
+Why this is linear: let P[r] be the sum of the values whose keys rank below r on every axis. A bucket is a box of keys, and
+the sum over it is a difference of P at its corners. After summation by parts each corner is read once, weighted by a
+difference of scores (on several axes, by differences on every axis):
 
     total_i = sum_n (score[i, n] - score[i, n + 1]) P[end of bucket n of query i]
 
 This is scheme 2 of Horn et al. 2021, who add prefix sums for the two outer buckets to a band of single keys, on any number
 of axes and for keys with gaps between them.
 
-Prefix sums are float64: what they lose in a difference, at 100,000 tokens, float32 does not see. `clipped_naive` is the
+Prefix sums are float64, so that at 100,000 tokens their differences are exact to float32. `clipped_naive` is the
 specification.
 
 References:
@@ -36,12 +36,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import float64_device, to_float64
 
-BLOCK = 1 << 18  # elements of prefix sums that the backward pass reads at a time
-SPREAD = 32  # cells of the box of ranks for each key
+BLOCK = 1 << 18  # elements of prefix sums per block of the backward pass
+SPREAD = 32  # most cells of the grid of ranks per key
 
 
 def _edges(x: Tensor, reach: int) -> Tensor:
-    """Where the next bucket of an axis begins, ascending: ``[... 2R]`` of coordinates ``[...]``."""
+    """Lower edges of the buckets 1, ..., 2R of an axis: ``[... 2R]`` for coordinates ``[...]``."""
     steps = torch.arange(1 - reach, reach + 1, dtype=x.dtype, device=x.device)
     return x[..., None] + (steps - 0.5 if x.is_floating_point() else steps)
 
@@ -53,12 +53,12 @@ def _exact(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
-    """The bucket of every query and key, int64 ``[*b t s]``: quadratic.
+    """The bucket of each query and key, int64 ``[*b t s]``, at quadratic cost.
 
     Args:
-        x, y: Positions of queries ``[*b t c]`` and keys ``[*b s c]``; those of the first `outside` rows are not read.
+        x, y: Positions of queries ``[*b t c]`` and keys ``[*b s c]``; the first `outside` rows are not read.
         reach: R >= 1; there are (2R + 1)^c buckets of offsets.
-        outside: How many leading queries and keys are class tokens, which have two more buckets.
+        outside: Number of leading queries and keys that are class tokens, which have two more buckets.
 
     Examples:
         >>> x = torch.arange(5)[:, None]
@@ -90,7 +90,7 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
 def clipped_naive(
     score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outside: int = 0, causal: bool = False
 ) -> Tensor:
-    """The sum as the module's first lines define it: quadratic, twice differentiable.
+    """The sum as defined at the top of this module, at quadratic cost; twice differentiable.
 
     Shapes as in `clipped`. Causal sums align the last query with the last key.
     """
@@ -106,33 +106,33 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
     """`clipped_naive` in time and memory proportional to tokens times buckets.
 
     Args:
-        score: ``[*b h t n]``, float32 or float64: what each query gives to each of the (2R + 1)^c buckets of offsets,
-            and with `outside` to the two of class tokens.
+        score: Scores of each query for each bucket ``[*b h t n]``, float32 or float64; n = (2R + 1)^c, plus 2 with
+            `outside`.
         v: Values ``[*b h s e]`` in the same dtype. A column of ones sums the weights; rows of zeros mask keys.
-        x, y: Positions of queries ``[*b t c]`` and keys ``[*b s c]``, integers or reals. Samples that share theirs,
-            ``[t c]`` and ``[s c]``, are summed together, others one by one. On several axes keys should fill a good part of
+        x, y: Positions of queries ``[*b t c]`` and keys ``[*b s c]``, integers or reals. Samples that share positions
+            ``[t c]`` and ``[s c]`` are summed together, others one by one. On several axes keys should fill a good part of
             the grid of their coordinates.
-        reach: R >= 1, the offset beyond which an axis tells no more.
-        outside: How many leading queries and keys are class tokens.
-        causal: Sum over keys up to the query's own index, the last query aligned with the last key. The positions must be
-            integers, those of keys strictly ascending in lexicographic order (a sequence, or a grid row by row), those of
-            queries the last of them; one class token at most, and then as many queries as keys.
+        reach: R >= 1: larger offsets of an axis share a bucket.
+        outside: Number of leading queries and keys that are class tokens.
+        causal: Whether query i sums over keys up to key i, with the last query aligned with the last key. Positions must be
+            integers; keys must be in strictly ascending lexicographic order (a sequence, or a grid row by row), and
+            queries at the positions of the last keys; at most one class token, and then as many queries as keys.
 
     Returns:
         ``[*b h t e]`` in the dtype of v. Differentiable once, for score and v.
 
     Raises:
-        TypeError: If the dtype of score or v is another.
-        ValueError: If shapes or options do not fit; if positions are not as `causal` needs them (read on the CPU and outside
+        TypeError: If score and v are not both float32 or both float64.
+        ValueError: If shapes or options do not fit; if positions break the rules of `causal` (checked on the CPU and outside
             a compiler only); if the grid of the keys' coordinates has more than 32 (s + 1024) cells.
 
     Examples:
         >>> x, v = torch.arange(6)[:, None], torch.ones(1, 6, 1)
-        >>> near = torch.tensor([0.0, 1.0, 0.0]).expand(1, 6, 3)  # the query's own position, not those left and right
+        >>> near = torch.tensor([0.0, 1.0, 0.0]).expand(1, 6, 3)  # the position of the query, not its neighbours
         >>> clipped(near, v, x, x, reach=1).flatten()
         tensor([1., 1., 1., 1., 1., 1.])
-        >>> left = torch.tensor([1.0, 0.0, 0.0]).expand(1, 6, 3)
-        >>> clipped(left, v, x, x, reach=1).flatten()
+        >>> before = torch.tensor([1.0, 0.0, 0.0]).expand(1, 6, 3)
+        >>> clipped(before, v, x, x, reach=1).flatten()
         tensor([0., 1., 2., 3., 4., 5.])
     """
     _check(score, v, x, y, reach, outside)
@@ -175,15 +175,15 @@ def _corner_weights(score: Tensor, reach: int, axes: int, causal: bool) -> Tenso
 class _Box:
     """The grid of one sample's key coordinates, each axis ranked, with a zeroth rank before all keys.
 
-    `cell` ``[s]`` is where each key lies; `corner` ``[t n]`` where the keys of a query's bucket end on every axis.
+    `cell` ``[s]`` is the cell of each key; `corner` ``[t n]`` is the cell where the keys of each bucket of a query end.
     """
 
     def __init__(self, x: Tensor, y: Tensor, reach: int, buckets: int):
         cell, corner, shape = y.new_zeros(len(y), dtype=torch.int64), x.new_zeros(len(x), 1, dtype=torch.int64), []
         for query, key in zip(x.unbind(-1), y.unbind(-1), strict=True):
-            places, rank = key.unique(return_inverse=True)
-            end = F.pad(torch.searchsorted(places, _edges(query, reach)), (0, 1), value=len(places))
-            shape.append(len(places) + 1)
+            coordinates, rank = key.unique(return_inverse=True)
+            end = F.pad(torch.searchsorted(coordinates, _edges(query, reach)), (0, 1), value=len(coordinates))
+            shape.append(len(coordinates) + 1)
             cell = cell * shape[-1] + rank + 1
             corner = (corner[..., None] * shape[-1] + end[:, None]).flatten(1)
         self.cell, self.corner, self.shape = cell, corner[:, :buckets].contiguous(), tuple(shape)
@@ -203,21 +203,21 @@ class _Box:
         return sums
 
     def prefix_backward(self, grad: Tensor) -> Tensor:
-        """Its transpose: a value is part of the sums of all cells from its own on."""
+        """VJP of `prefix`: a value is part of the sums of all cells from its cell on."""
         grid = grad.view(len(grad), *self.shape, grad.shape[-1])
         for axis in range(1, grid.ndim - 1):
             grid = grid.flip(axis).cumsum_(axis).flip(axis)
         return grid.reshape(grad.shape)[:, self.cell]
 
     def corners_by_cell(self) -> tuple[Tensor, Tensor]:
-        """Corners (numbers in `corner`, flattened) sorted by cell, and where those of each cell begin."""
+        """Indices of corners (in flattened `corner`) sorted by cell, and the first index of each cell."""
         cell, order = self.corner.flatten().sort(stable=True)
         return order, torch.searchsorted(cell, torch.arange(math.prod(self.shape), device=cell.device))
 
 
 @torch.library.custom_op("isopos::clipped_sum", mutates_args=())
 def _clipped_sum(weight: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int) -> Tensor:
-    """Sums ``[b h t e]`` of samples, each with positions of its own: weight ``[b h t n]`` of corners, v ``[b h s e]``."""
+    """Sums ``[b h t e]`` of samples with separate positions: weight ``[b h t n]`` of corners, v ``[b h s e]``."""
     out = v.new_empty(*weight.shape[:-1], v.shape[-1])
     for sample in range(len(v)):
         box = _Box(x[sample], y[sample], reach, weight.shape[-1])
@@ -235,7 +235,7 @@ def _(weight: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int) -> Tensor:
 def _clipped_sum_backward(
     grad: Tensor, weight: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight, a dot product for each corner, and of v: queries are summed by the cells that they read."""
+    """Gradients of weight, one dot product per corner, and of v, by sums over the queries that read each cell."""
     corners, e = weight.shape[-1], v.shape[-1]
     block = max(1, BLOCK // max(1, corners * e))
     grad_weight, grad_v = weight.new_empty(weight.shape), v.new_empty(v.shape)
@@ -301,8 +301,9 @@ def _check(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, outside: 
             "keys as y has rows"
         )
     for name, position in (("x", x), ("y", y)):
-        own, batch = position.shape[:-2], score.shape[:-3]
-        if len(own) > len(batch) or any(a not in (1, b) for a, b in zip(reversed(own), reversed(batch), strict=False)):
+        leading, batch = position.shape[:-2], score.shape[:-3]
+        pairs = zip(reversed(leading), reversed(batch), strict=False)
+        if len(leading) > len(batch) or any(a not in (1, b) for a, b in pairs):
             raise ValueError(
                 f"{name}: expected positions of the batch {tuple(batch)} or for all of it, got {tuple(position.shape)}; "
                 "heads share positions"
@@ -310,7 +311,7 @@ def _check(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, outside: 
 
 
 def _check_causal(x: Tensor, y: Tensor, outside: int) -> None:
-    """Of positions without those of class tokens."""
+    """ValueError unless positions, without class tokens, follow the rules of `causal`."""
     t, s = x.shape[-2], y.shape[-2]
     if x.is_floating_point():
         raise ValueError(

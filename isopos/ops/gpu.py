@@ -1,4 +1,4 @@
-"""The one gate of the Triton kernels: whether they may be used, and on which tensors."""
+"""Whether Triton kernels may be used, and on which tensors."""
 
 import os
 from functools import cache
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isopos.ops.library import PLAIN, watched
 
-SWITCH = "ISOPOS_TRITON"  # no GPU has run these kernels yet: nobody gets them unasked
+SWITCH = "ISOPOS_TRITON"  # environment variable; the kernels are off by default, since no GPU has run them yet
 
 
 def interpreted() -> bool:
@@ -25,7 +25,7 @@ def _absent() -> str:
 
 
 def unreadable(*tensors: Tensor) -> str:
-    """Why no Triton kernel may read these, or "": they are plain tensors on a CUDA device, which nothing watches."""
+    """Why no Triton kernel may read these tensors, or "": they must be plain CUDA tensors, outside transforms."""
     if torch.compiler.is_compiling():
         return "a compiler cannot trace it"
     for x in tensors:
@@ -43,10 +43,7 @@ def unreadable(*tensors: Tensor) -> str:
 
 
 def language() -> tuple[Any, Any]:
-    """`triton.jit` and `triton.language`, for modules of kernels.
-
-    Where Triton is not installed such a module can be imported all the same, for the sake of who reads every module.
-    """
+    """`triton.jit` and `triton.language` for modules of kernels; placeholders without Triton, so that modules import."""
     if _absent():
         return (lambda function, **options: function), SimpleNamespace(constexpr=lambda value: value)
     import triton  # pyright: ignore[reportMissingImports]

@@ -1,7 +1,7 @@
-"""The library compiled from ops/linear/cpu/kernel.c: how it is found, what it may read, and its rotations.
+"""The library compiled from ops/linear/cpu/kernel.c: loading, checks of tensors that it may read, and its rotations.
 
-It serves float32 and narrower numbers on x86-64 and 64-bit ARM. Its threads are PyTorch's, by the stable C interface of
-PyTorch. `isopos.ops.linear.cpu` calls its sums.
+It reads float32, bfloat16 and float16 on x86-64 and 64-bit ARM, and runs on PyTorch's threads through PyTorch's stable C
+interface. `isopos.ops.linear.cpu` calls its sums.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-LANES = {"AVX512": 16, "AVX2": 8, "SSE2": 4, "NEON": 4}  # by instructions: float32 numbers of a vector
-X86 = ("AVX512", "AVX2", "SSE2")  # each processor also runs those after its own
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the library counts them
-WIDEST = 256  # features that its buffers hold
-PAST = 1 << 24  # bytes of a result that is written past the cache
+LANES = {"AVX512": 16, "AVX2": 8, "SSE2": 4, "NEON": 4}  # float32 numbers per vector, by instruction set
+X86 = ("AVX512", "AVX2", "SSE2")  # each processor also runs the later sets
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum of the library
+WIDEST = 256  # largest number of features that its buffers hold
+PAST = 1 << 24  # results with more bytes are written past the cache
 PLAIN = (Tensor, torch.nn.Parameter)
 ABSENT = "no library is installed"
 OUT_OF_RANGE, NOT_FINITE = 1, 2  # bits of a call's status
@@ -29,23 +29,23 @@ KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))
 
 
 class View(ctypes.Structure):
-    """Rows of tokens: strides in numbers; those of samples and heads may be zero."""
+    """Rows of tokens, with strides in numbers; strides of samples and heads may be zero."""
 
     _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("sample", "head", "token")))
 
 
 class Input(ctypes.Structure):
-    """An input of the sums, and what makes features of it."""
+    """An input of the sums, with its feature map."""
 
     _fields_ = (
-        *((name, View) for name in ("x", "own", "grad", "grad_own", "mask", "normal", "table", "grad_table")),
+        *((name, View) for name in ("x", "unrotated", "grad", "grad_unrotated", "mask", "normal", "table", "grad_table")),
         *((name, ctypes.c_int64) for name in ("type", "numbers", "width", "phi", "kind", "add", "uncached")),
         ("grad_decay", ctypes.c_void_p),
     )
 
 
 class State(ctypes.Structure):
-    """Sums of keys and values, and of the keys of a denominator."""
+    """Sums of k v^T, and sums of keys for a denominator."""
 
     _fields_ = (("sums", ctypes.c_void_p), ("row", ctypes.c_void_p))
 
@@ -53,11 +53,11 @@ class State(ctypes.Structure):
 class Sizes(ctypes.Structure):
     """Numbers of heads, tokens, features and values."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("all", "heads", "length", "keys", "d", "e", "own", "values"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("all", "heads", "length", "keys", "d", "e", "unrotated", "values"))
 
 
 class Flags(ctypes.Structure):
-    """What is summed up, and in which direction."""
+    """Form and direction of the sums."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("denominated", "divide", "begins", "ends", "reverse", "back"))
 
@@ -101,7 +101,7 @@ class Call(ctypes.Structure):
 
 
 class Rotate(ctypes.Structure):
-    """Rotations alone."""
+    """Rotations or lifts of features, without sums."""
 
     _fields_ = (
         *((name, View) for name in ("x", "table")),
@@ -113,13 +113,13 @@ class Rotate(ctypes.Structure):
 
 @functools.cache
 def parallel_for() -> ctypes.c_void_p:
-    """PyTorch's function that runs others on its own threads."""
+    """PyTorch's function that runs others on its threads."""
     path = Path(torch.__file__).with_name("lib") / "torch_cpu.dll" if sys.platform == "win32" else torch._C.__file__
     return ctypes.cast(ctypes.CDLL(str(path)).torch_parallel_for, ctypes.c_void_p)
 
 
 def opened(path: Path) -> ctypes.CDLL:
-    """A library, whose functions know their arguments and whose threads are PyTorch's; OSError where it cannot be loaded."""
+    """Load a library, declare its functions and set its threads; OSError if it cannot be loaded or is of another version."""
     lib = ctypes.CDLL(str(path))
     for function, count in ((lib.isopos_groups, 1), (lib.isopos_scratch_size, 3)):
         function.argtypes, function.restype = (ctypes.c_int64,) * count, ctypes.c_int64
@@ -139,12 +139,12 @@ def instructions() -> tuple[str, ...]:
 
 @functools.cache
 def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
-    """The libraries for this processor by lanes, the most first; and which they are, or why there is none."""
+    """Libraries for this processor by lanes, most lanes first; and their names, or why there is none."""
     found, missing = {}, []
     for name in instructions():
         path = Path(__file__).with_name(f"_cpu_{name.lower()}.so")
         if found and name == X86[-1]:
-            break  # it is for processors that have no longer vectors
+            break  # only for processors without longer vectors
         try:
             found[LANES[name]] = opened(path)
         except OSError as error:
@@ -155,7 +155,7 @@ def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
 
 
 def absent() -> str:
-    """Why there is no library at all, or ""."""
+    """Why no library is installed, or ""."""
     return "" if libraries()[0] else f"{ABSENT} ({libraries()[1]})"
 
 
@@ -163,7 +163,7 @@ warned = False  # whether this process was warned that there is no library
 
 
 def warn_if_absent(why: str) -> None:
-    """Warn once in a process, in the name of the line that called isopos, where a refusal is for want of a library alone."""
+    """Warn once per process, at the line that called isopos, if a kernel refuses only because no library is installed."""
     global warned
     if warned or not why.startswith(ABSENT):
         return
@@ -179,22 +179,22 @@ def warn_if_absent(why: str) -> None:
 
 
 def lanes() -> int:
-    """Numbers of a vector, of the library that has the longest; sums take features up to whole vectors."""
+    """Numbers per vector of the library with the longest vectors, which runs the sums."""
     return max(libraries()[0], default=min(LANES.values()))
 
 
 def whole(width: int) -> int:
-    """Numbers up to whole vectors."""
+    """A width, rounded up to whole vectors."""
     return -(-width // lanes()) * lanes()
 
 
 def library(width: int) -> ctypes.CDLL | None:
-    """The library whose vectors a width is a multiple of, if there is one."""
+    """The library with the longest vectors that divide a width; None if there is none."""
     return next((lib for lanes, lib in libraries()[0].items() if width % lanes == 0 and width <= WIDEST), None)
 
 
 def watched() -> bool:
-    """Whether a transform, a mode or a trace watches operations, and would miss what is decided or done without one."""
+    """Whether a transform, a mode or a trace records operations; it would miss compiled code and decisions on numbers."""
     return (
         torch._C._are_functorch_transforms_active()
         or _get_current_dispatch_mode() is not None
@@ -204,21 +204,21 @@ def watched() -> bool:
 
 
 def unreadable(*tensors: Tensor) -> str:
-    """Why no library may read these, or "": they have to be numbers in a CPU's memory, which nothing wraps or watches.
+    """Why no library may read these tensors, or "": they must be plain CPU tensors outside transforms and traces.
 
-    This is the one gate: what it lets pass is read by its address, layout and bits.
+    Compiled code checks nothing else: it reads tensors by address and strides.
     """
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     for x in tensors:
         dense = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested
-        if not dense or x.is_neg() or not x.data_ptr():  # a zero tensor has no numbers
+        if not dense or x.is_neg() or not x.data_ptr():  # zero tensors have no memory
             return "it reads plain tensors on a CPU only"
     return ""
 
 
 def view(x: Tensor) -> View:
-    """x ``[*b h t .]`` with one or two leading axes longer than 1, as places of a plan have; `flat` if it may be any."""
+    """The view of x ``[*b h t .]``, contiguous in the last axis (see `flat`), at most two leading axes longer than 1."""
     sizes, strides, n = x.shape, x.stride(), x.ndim
     sample = strides[-4] if n > 3 and sizes[-4] > 1 else 0
     head = strides[-3] if n > 2 and sizes[-3] > 1 else 0
@@ -226,12 +226,12 @@ def view(x: Tensor) -> View:
 
 
 def flat(x: Tensor) -> Tensor:
-    """x with its numbers as they are, a token's next to each other."""
+    """x with contiguous features per token, copied only if needed."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def run(function: Any, call: Call) -> bool:
-    """Call the library; IndexError where a gather's index is no feature's. Whether all sums are finite."""
+    """Call the library; returns whether all sums are finite. IndexError if an index of a gather is out of range."""
     status = ctypes.c_int64(0)
     call.status = ctypes.pointer(status)
     function(ctypes.byref(call))
@@ -239,14 +239,14 @@ def run(function: Any, call: Call) -> bool:
 
 
 def finite(status: int) -> bool:
-    """Whether a call with this status had finite sums; IndexError where a gather's index was no feature's."""
+    """Whether sums are finite by the status of a call; IndexError if an index of a gather was out of range."""
     if status & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")
     return not status & NOT_FINITE
 
 
 def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
-    """Whether `rotate` serves these: where the result is larger than what a cache holds."""
+    """Whether `rotate` serves these tensors, which requires a result larger than a cache."""
     width, doubled = table.shape[-2] * (1 if lifted else 2), lifted and not adjoint
     return (
         4 * x.shape[:-1].numel() * width * (1 + doubled) > PAST
@@ -261,7 +261,7 @@ def rotates(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> bool:
 
 
 def rotate(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tensor:
-    """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or by the adjoint; without a graph."""
+    """Rotate or lift x ``[*b h t .]`` by a table ``[*b h t f 2]``, or by the adjoint, without a graph."""
     width, shape = table.shape[-2] * (1 if lifted else 2), x.shape[:-1]
     lib = library(width)
     assert lib is not None

@@ -1,4 +1,4 @@
-"""Random numbers as a function of position: equal wherever and whenever a position is seen, without a table."""
+"""Random numbers as a function of position, reproducible at any position without a table."""
 
 import math
 
@@ -9,7 +9,7 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 
 def hashed(x: Tensor) -> Tensor:
-    """Well mixed int64 of int64, elementwise: the finaliser of splitmix64 (Steele et al. 2014)."""
+    """A hash of int64, elementwise: the finaliser of splitmix64 (Steele et al. 2014)."""
     x = x + _signed(_GOLDEN)
     x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
     x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
@@ -17,8 +17,8 @@ def hashed(x: Tensor) -> Tensor:
 
 
 def gaussian(position: Tensor, width: int, seed: int) -> Tensor:
-    """Independent standard normal numbers, float64 ``[*b t width]``, of integer positions ``[*b t]``."""
-    row = hashed(hashed(position.long()) + seed)  # one inside the other: a sum of hashes is the same for x, y and y, x
+    """Independent standard normal numbers, float64 ``[*b t width]``, for integer positions ``[*b t]``."""
+    row = hashed(hashed(position.long()) + seed)  # nested, since a sum of hashes would be symmetric in x and y
     bits = hashed(row[..., None] + torch.arange(width, device=position.device))
     first, second = ((_shifted(bits, shift) & 0xFFFFFFFF).double().add(0.5) / 2**32 for shift in (0, 32))
     return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos()  # Box and Muller

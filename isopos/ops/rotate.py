@@ -1,4 +1,4 @@
-"""Rotations, permutations and dense maps of features: what isometries do to a tensor."""
+"""Rotations, permutations and dense maps of features: the operations of isometries."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from isopos.exact import to_float64
 from isopos.ops import gpu, library
 
-BLOCK = 1 << 14  # tokens whose angles are formed at a time
+BLOCK = 1 << 14  # tokens per block of angles
 
 
 def angles(position: Tensor, frequency: Tensor) -> Tensor:
     """Angles in radians, float64 ``[*b h t f]``, of positions ``[*b t c]`` and frequencies ``[h c f]`` (radians per step).
 
-    Products and sums, not a matmul: autocast leaves them alone, and position 2^31 keeps an error below 1e-6. They are on the
-    CPU where the positions' device has no float64.
+    It uses products and sums instead of a matmul, which autocast would round: position 2^31 keeps an error below 1e-6. The
+    result is on the CPU if the positions' device has no float64.
     """
     x = to_float64(position)[..., None, :, :, None]
     return (x * to_float64(frequency, position.device)[:, None]).sum(-2)
@@ -29,7 +29,7 @@ def rotation_table(angle: Tensor, dtype: torch.dtype) -> Tensor:
 def rotations(position: Tensor, frequency: Tensor, dtype: torch.dtype) -> Tensor:
     """The rotation table ``[*b h t f 2]`` of positions ``[*b t c]`` and frequencies ``[h c f]``, on the positions' device.
 
-    Where nothing learns it is filled a block of tokens at a time, since float64 angles are twice the table.
+    Without gradients it is computed one block of tokens at a time, since float64 angles take twice the memory of the table.
     """
     t = position.shape[-2]
     learns = torch.is_grad_enabled() and (frequency.requires_grad or position.requires_grad)
@@ -52,18 +52,18 @@ def rotate_naive(x: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """`rotate_naive` as one complex product: pairs and table are viewed as complex, nothing but the result is made."""
+    """`rotate_naive` as one complex product: pairs and table are viewed as complex, and only the result is allocated."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
     if (out := _compiled(x, table, lifted=False, adjoint=False)) is not None:
         return out
     if not x.numel():
-        return rotate_naive(x, table)  # the gradient of a complex view takes no empty slice that begins at an odd place
+        return rotate_naive(x, table)  # complex views of empty slices with an odd offset have no gradient
     return torch.view_as_real(_complex(x.unflatten(-1, (-1, 2))) * _complex(table)).flatten(-2)
 
 
 def _complex(pairs: Tensor) -> Tensor:
-    """Pairs ``[... 2]`` as complex numbers, copied where their places in memory do not allow a view."""
+    """Pairs ``[... 2]`` as complex numbers, copied if their strides allow no view."""
     *strides, last = pairs.stride()
     if last != 1 or pairs.storage_offset() % 2 or any(stride % 2 for stride in strides):
         pairs = pairs.clone(memory_format=torch.contiguous_format)
@@ -96,33 +96,35 @@ def unlift(x: Tensor, table: Tensor) -> Tensor:
 
 
 def rotate_(x: Tensor, table: Tensor, *, adjoint: bool = False) -> Tensor:
-    """`rotate`, or with ``adjoint`` `unrotate`, written over x, which is returned. On a GPU nothing else is made.
+    """`rotate`, or with ``adjoint`` `unrotate`, in place; returns x. On a GPU nothing else is allocated.
 
     Raises:
-        ValueError: Where the table needs a gradient, for which x would have to stay.
+        ValueError: If the table needs a gradient, which would require the old x.
     """
     if torch.is_grad_enabled() and table.requires_grad:
         raise ValueError("table: expected one without a gradient, since x is written over, got one that learns; use rotate")
     overlaps = any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True))
     if x.stride(-1) == 1 and not overlaps and (kernel := _kernel(x, table)) is not None:
         how = {"lifted": False, "adjoint": adjoint, "halves": False}
-        return _Turned.apply(x, table, kernel, how, True)  # pyright: ignore[reportReturnType]
+        return _OnGpu.apply(x, table, kernel, how, True)  # pyright: ignore[reportReturnType]
     return x.copy_((unrotate if adjoint else rotate)(x, table))
 
 
-def turned(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False, halves: bool = False) -> Tensor | None:
-    """One of the four maps of x, of any floating dtype but float64, in one pass of a GPU's kernel; None where none serves.
+def rotate_on_gpu(
+    x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False, halves: bool = False
+) -> Tensor | None:
+    """Rotate or lift x, or apply the adjoint, in one GPU kernel; None if no kernel serves x.
 
-    Arithmetic is float32 and the result has the dtype of x. Features after those of the table's pairs pass unchanged. With
-    `halves` pairs come from (i, i + f), from where `half_to_interleaved` brings them.
+    x has any floating dtype except float64; arithmetic is float32 and the result has the dtype of x. Features beyond the
+    pairs of the table pass unchanged. With `halves`, input pairs are (i, i + f), as in `half_to_interleaved`.
     """
     kernel = _kernel(x, table, lifted=lifted, adjoint=adjoint)
     how = {"lifted": lifted, "adjoint": adjoint, "halves": halves}
-    return None if kernel is None else _Turned.apply(x, table, kernel, how, False)  # pyright: ignore[reportReturnType]
+    return None if kernel is None else _OnGpu.apply(x, table, kernel, how, False)  # pyright: ignore[reportReturnType]
 
 
 def _kernel(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False) -> Any:
-    """`triton_rotate`, where it serves these."""
+    """The module `triton_rotate` if it serves these tensors, otherwise None."""
     if torch.compiler.is_compiling() or gpu.unreadable(x, table):
         return None
     from isopos.ops import triton_rotate
@@ -130,8 +132,8 @@ def _kernel(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = F
     return None if triton_rotate.refuses(x, table, lifted=lifted, adjoint=adjoint) else triton_rotate
 
 
-class _Turned(torch.autograd.Function):
-    """`triton_rotate.rotate`, with the gradient of the table, and in the backward pass its adjoint."""
+class _OnGpu(torch.autograd.Function):
+    """`triton_rotate.rotate` with gradients of x and of the table."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, kernel: Any, how: dict[str, bool], in_place: bool) -> Tensor:
@@ -146,35 +148,37 @@ class _Turned(torch.autograd.Function):
         (table, x), (grad,), how, wanted = ctx.saved_tensors, grads, ctx.how, ctx.needs_input_grad[:2]
         if x is None:
             how = {**how, "adjoint": not how["adjoint"]}
-            out = turned(grad, table, **how)
+            out = rotate_on_gpu(grad, table, **how)
             found = [_defined(grad, table, **how) if out is None else out, None]
-        elif torch.is_grad_enabled() or gpu.unreadable(x, table, grad):  # for another derivative; or others unpacked these
+        elif torch.is_grad_enabled() or gpu.unreadable(
+            x, table, grad
+        ):  # for second derivatives, or if hooks unpacked other tensors
             with torch.enable_grad():
                 out, leaves = _defined(x, table, **how), [a for a, want in zip((x, table), wanted, strict=True) if want]
-            own = iter(torch.autograd.grad(out, leaves, grad, create_graph=torch.is_grad_enabled()))
-            found = [next(own) if want else None for want in wanted]
+            grads_of = iter(torch.autograd.grad(out, leaves, grad, create_graph=torch.is_grad_enabled()))
+            found = [next(grads_of) if want else None for want in wanted]
         else:
-            found = ctx.kernel.pulled(x, table, grad, **how, of_x=wanted[0])
+            found = ctx.kernel.rotate_vjp(x, table, grad, **how, of_x=wanted[0])
         return *found, None, None, None
 
 
 def _defined(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool, halves: bool) -> Tensor:
-    """What `turned` computes, by PyTorch's operations alone."""
-    wide, width = x.to(torch.promote_types(x.dtype, table.dtype)), x.shape[-1] if lifted else 2 * table.shape[-2]
-    own, index = wide[..., :width], half_to_interleaved(width, device=x.device) if halves else None
-    own = own if index is None or adjoint else own[..., index]
-    cos, sin = table.to(wide.dtype).unbind(-1)
+    """`rotate_on_gpu` by PyTorch's operations, for second derivatives."""
+    promoted, width = x.to(torch.promote_types(x.dtype, table.dtype)), x.shape[-1] if lifted else 2 * table.shape[-2]
+    rotated, index = promoted[..., :width], half_to_interleaved(width, device=x.device) if halves else None
+    rotated = rotated if index is None or adjoint else rotated[..., index]
+    cos, sin = table.to(promoted.dtype).unbind(-1)
     if lifted:
-        first, second = own.chunk(2, -1) if adjoint else (own, own)
-        own = first * cos + second * sin if adjoint else torch.cat((first * cos, second * sin), -1)
+        first, second = rotated.chunk(2, -1) if adjoint else (rotated, rotated)
+        rotated = first * cos + second * sin if adjoint else torch.cat((first * cos, second * sin), -1)
     else:
-        own = rotate_naive(own, torch.stack((cos, -sin if adjoint else sin), -1))
-    own = own if index is None or not adjoint else own[..., index.argsort()]
-    return torch.cat((own, wide[..., width:]), -1).to(x.dtype)
+        rotated = rotate_naive(rotated, torch.stack((cos, -sin if adjoint else sin), -1))
+    rotated = rotated if index is None or not adjoint else rotated[..., index.argsort()]
+    return torch.cat((rotated, promoted[..., width:]), -1).to(x.dtype)
 
 
 class _Compiled(torch.autograd.Function):
-    """A map of `_ROTATIONS`, by a table that needs no gradient: `library.rotate`, and its adjoint in the backward pass."""
+    """`library.rotate` by a table without gradient; the backward pass applies the adjoint from `_ROTATIONS`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, lifted: bool, adjoint: bool) -> Tensor:
@@ -188,19 +192,19 @@ class _Compiled(torch.autograd.Function):
 
 
 def _compiled(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> Tensor | None:
-    """One of the four maps by compiled code, where it serves and is faster: on a CPU where the result exceeds a cache."""
+    """Rotate or lift, or the adjoint, by compiled code; None where it does not serve or is not faster."""
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return None
     if not table.requires_grad and library.rotates(x, table, lifted=lifted, adjoint=adjoint):
         return _Compiled.apply(x, table, lifted, adjoint)  # pyright: ignore[reportReturnType]
-    return turned(x, table, lifted=lifted, adjoint=adjoint)
+    return rotate_on_gpu(x, table, lifted=lifted, adjoint=adjoint)
 
 
 _ROTATIONS = {(False, False): rotate, (False, True): unrotate, (True, False): lift, (True, True): unlift}
 
 
 def narrow_index(index: Tensor, features: int) -> Tensor:
-    """An index of features in the narrowest dtype that holds it: of 256 in a byte, which is what kernels read.
+    """An index of features in the smallest dtype that holds it; compiled kernels read uint8, for up to 256 features.
 
     Examples:
         >>> narrow_index(torch.tensor([1, 0]), 2).dtype, narrow_index(torch.tensor([1, 0]), 300).dtype
@@ -210,7 +214,7 @@ def narrow_index(index: Tensor, features: int) -> Tensor:
 
 
 def permute(x: Tensor, index: Tensor) -> Tensor:
-    """Feature ``index[..., i]`` of x at place i: x ``[*b h t d]``, index integers ``[*b h t d]`` or broadcastable to it."""
+    """y[..., i] = x[..., index[..., i]] for x ``[*b h t d]`` and integers index ``[*b h t d]``, or broadcastable to it."""
     shape = torch.broadcast_shapes(x.shape, index.shape)
     return x.expand(shape).gather(-1, index.to(torch.int64).expand(shape))
 
@@ -229,7 +233,7 @@ def transform(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def transform_tokens(x: Tensor, matrix: Tensor) -> Tensor:
-    """Apply a matrix a token ``[*b h t d' d]`` to x ``[*b h t d]``; the dtype is the wider of the two."""
+    """Apply one matrix per token ``[*b h t d' d]`` to x ``[*b h t d]``; returns their promoted dtype."""
     dtype = torch.promote_types(x.dtype, matrix.dtype)
     return torch.einsum("...ij,...j->...i", matrix.to(dtype), x.to(dtype))
 
@@ -237,7 +241,7 @@ def transform_tokens(x: Tensor, matrix: Tensor) -> Tensor:
 def skew_exponential(generator: Tensor) -> Tensor:
     """exp(A - A^T) of generators A ``[... d d]``: orthogonal, with determinant 1.
 
-    A single matrix goes as a pair: alone, PyTorch's CPU code loses seven of float64's digits at small norms.
+    A single matrix is computed as a pair: alone, PyTorch's CPU code loses seven of float64's digits at small norms.
     """
     skew = generator - generator.mT
     if skew.shape[:-2].numel() > 1:
@@ -251,10 +255,10 @@ def reflect(x: Tensor, normal: Tensor) -> Tensor:
 
 
 def half_to_interleaved(features: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The index that brings the half-split layout (pair i, i + d/2) into the interleaved one (pair 2i, 2i+1): ``[d]``.
+    """The index ``[d]`` that turns the half-split layout (pairs i, i + d/2) into the interleaved one (pairs 2i, 2i + 1).
 
     ``x_half[..., half_to_interleaved(d)]`` is interleaved; applied to the rows of a projection's weight it converts a
-    checkpoint. ``half_to_interleaved(d).argsort()`` is the way back.
+    checkpoint. ``half_to_interleaved(d).argsort()`` is the inverse.
 
     Examples:
         >>> half_to_interleaved(6).tolist()

@@ -1,4 +1,4 @@
-"""The planes that skew matrices turn, and their angles: A - A^T = P^T (blocks of frequencies) P."""
+"""Planes and angles of rotations exp(A - A^T): A - A^T = P^T (blocks of frequencies) P."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from isopos.exact import constant, once
 
 
 def check_spectrum(generator: Tensor) -> None:
-    """ValueError where frequencies of A - A^T are equal or zero, and its eigenvectors have no gradient."""
+    """ValueError if frequencies of A - A^T are equal or zero, so that its eigenvectors have no gradient."""
     frequency = spectrum(constant(generator))[0]
     gaps = torch.cat((frequency[..., :1], frequency.diff(dim=-1)), -1)
     if not (gaps > 1e-9 * frequency[..., -1:]).all():
@@ -22,8 +22,8 @@ def check_spectrum(generator: Tensor) -> None:
 class _Eigh(torch.autograd.Function):
     """Eigenvalues and eigenvectors of a Hermitian matrix.
 
-    `torch.linalg.eigh` refuses to differentiate what depends on the phases of eigenvectors, by a bound that large gradients
-    exceed although nothing here depends on them. This backward leaves the phases out instead.
+    `torch.linalg.eigh` refuses gradients that depend on phases of eigenvectors, by a bound that large gradients exceed even
+    without such a dependence. This backward pass leaves out the phases instead.
     """
 
     @staticmethod
@@ -40,7 +40,7 @@ class _Eigh(torch.autograd.Function):
         gaps = values[..., None, :] - values[..., :, None]
         gaps.diagonal(dim1=-2, dim2=-1).fill_(torch.inf)
         scale = values.abs().amax(-1)[..., None, None]
-        gaps.masked_fill_(gaps.abs() <= 1e-12 * scale, torch.inf)  # in an eigenspace any basis will do
+        gaps.masked_fill_(gaps.abs() <= 1e-12 * scale, torch.inf)  # any basis of an eigenspace will do
         inner = (vectors.mH @ grad_vectors) / gaps + torch.diag_embed(grad_values)
         grad = vectors @ inner @ vectors.mH
         return (grad + grad.mH) / 2
@@ -53,6 +53,6 @@ def spectrum(generator: Tensor) -> tuple[Tensor, Tensor]:
     half = generator.shape[-1] // 2
     u = vectors[..., half:]
     pivot = u.gather(-2, u.abs().argmax(-2, keepdim=True))
-    u = u * (pivot.conj() / pivot.abs())  # a phase of their own choice would differ between two evaluations
+    u = u * (pivot.conj() / pivot.abs())  # fixes the phase, which could differ between two evaluations
     rows = torch.stack((u.real.mT, u.imag.mT), -2).flatten(-3, -2)
     return values[..., half:], 2**0.5 * rows

@@ -1,9 +1,9 @@
-"""Operators of the nodes of trees: products of generators along the way from the root.
+"""Operators of the nodes of trees: products of generators from the root to the node.
 
     W(root) = I,    W(node) = W(parent) G(branch)
 
-A tree is int64 ``[*b n 2]``, rows (parent's row, branch) in any order, roots (-1, -1). The generators ``[h k d d]`` are one
-matrix for each head and branch. `path_naive` is the specification; `path` is tested against it.
+A tree is int64 ``[*b n 2]``, rows (parent's row, branch) in any order; a root is (-1, -1). Generators ``[h k d d]`` are one
+matrix per head and branch. `path_naive` is the specification; `path` is tested against it.
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from torch import Tensor
 from isopos.exact import full_precision
 from isopos.trees import depths
 
-CHUNK = 1 << 20  # elements of operators that are multiplied at a time
+CHUNK = 1 << 20  # elements of operators per matrix product
 
 
 def path_naive(generator: Tensor, position: Tensor) -> Tensor:
-    """The operators ``[*b h n d d]`` of nodes ``[*b n 2]``: each node is walked to its root. Twice differentiable.
+    """The operators ``[*b h n d d]`` of nodes ``[*b n 2]``: each node is followed to its root. Twice differentiable.
 
     Examples:
         >>> quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
@@ -41,33 +41,33 @@ def path_naive(generator: Tensor, position: Tensor) -> Tensor:
 
 
 def path(generator: Tensor, position: Tensor) -> Tensor:
-    """`path_naive`, each operator from its parent's, level by level, all nodes of one branch in one matrix product.
+    """`path_naive` computed level by level from the operators of parents, with one matrix product per branch.
 
     Args:
         generator: ``[h k d d]``, float32 or float64.
         position: ``[*b n 2]``, branches 0 to k - 1.
 
     Returns:
-        ``[*b h n d d]`` in the generators' dtype. Differentiable once, with respect to the generators; the result is kept
-        for it.
+        ``[*b h n d d]`` in the dtype of the generators. Differentiable once, with respect to the generators; the backward
+        pass keeps the result.
 
     Raises:
-        ValueError: Where a branch has no generator or a node is its own ancestor.
+        ValueError: If a branch has no generator, or a node is an ancestor of itself.
     """
     return _path(generator, position)
 
 
 class _Nodes(NamedTuple):
-    """Some nodes of one depth and branch: places among all of the depth, rows and parents in the forest of all samples."""
+    """Nodes of one depth and branch: their slice of the depth, their rows, and the rows of their parents."""
 
     branch: int
-    places: slice
+    span: slice
     rows: Tensor
     parents: Tensor
 
 
 class _Forest:
-    """The nodes of all samples by depth, and where their operators lie in ``[*b h n d d]``."""
+    """The nodes of all samples by depth, and the positions of their operators in ``[*b h n d d]``."""
 
     def __init__(self, generator: Tensor, position: Tensor):
         self.heads, branches, self.features, _ = generator.shape
@@ -76,13 +76,13 @@ class _Forest:
         depth, (parent, branch) = depths(position).flatten(), position.long().flatten(0, -2).unbind(-1)
         if (branch >= branches).any():
             raise ValueError(
-                f"position: expected branches from 0 to {branches - 1}, one a generator, got {int(branch.max())}"
+                f"position: expected branches from 0 to {branches - 1}, one per generator, got {int(branch.max())}"
             )
         key = depth * branches + branch  # -1 for roots
         order = key.argsort(stable=True)
         keys, counts = key[order].unique_consecutive(return_counts=True)
-        self.roots, self.levels, self.counts = order[:0], [], [0]  # nodes of each depth, roots left out
-        self.place = torch.empty_like(order)
+        self.roots, self.levels, self.counts = order[:0], [], [0]  # nodes of each depth, without roots
+        self.index_in_depth = torch.empty_like(order)
         for which, rows in zip(keys.tolist(), order.split(counts.tolist()), strict=True):
             level, branch = divmod(which, branches)
             if level < 0:
@@ -92,23 +92,23 @@ class _Forest:
                 self.levels.append([])
                 self.counts.append(0)
             for part in rows.split(max(1, CHUNK // (self.heads * self.features**2))):
-                places = slice(self.counts[-1], self.counts[-1] + len(part))
-                self.place[part] = torch.arange(places.start, places.stop, device=part.device)
-                self.levels[-1].append(_Nodes(branch, places, part, parent[part] + part // self.length * self.length))
-                self.counts[-1] = places.stop
+                span = slice(self.counts[-1], self.counts[-1] + len(part))
+                self.index_in_depth[part] = torch.arange(span.start, span.stop, device=part.device)
+                self.levels[-1].append(_Nodes(branch, span, part, parent[part] + part // self.length * self.length))
+                self.counts[-1] = span.stop
 
     def index(self, rows: Tensor) -> Tensor:
-        """Where the operators of nodes ``[m]`` lie, ``[h * m]``, in all operators ``[prod(b) * h * n d d]``."""
+        """Indices ``[h * m]`` of the operators of nodes ``[m]`` among all operators ``[prod(b) * h * n d d]``."""
         head = torch.arange(self.heads, device=rows.device)[:, None]
         return (rows + (rows // self.length * (self.heads - 1) + head) * self.length).flatten()
 
     def take(self, operators: Tensor, rows: Tensor) -> Tensor:
-        """The operators of nodes, one below the other: ``[h m*d d]``."""
+        """The operators of nodes, stacked: ``[h m*d d]``."""
         return operators.index_select(0, self.index(rows)).view(self.heads, -1, self.features)
 
 
 def _square(x: Tensor) -> Tensor:
-    """Operators ``[... d]``, however stacked, as ``[. d d]``."""
+    """Operators ``[... d]`` of any leading shape as ``[. d d]``."""
     return x.reshape(-1, x.shape[-1], x.shape[-1])
 
 
@@ -133,20 +133,20 @@ def _(generator: Tensor, position: Tensor) -> Tensor:
 
 @torch.library.custom_op("isopos::tree_path_backward", mutates_args=())
 def _path_backward(grad: Tensor, out: Tensor, generator: Tensor, position: Tensor) -> Tensor:
-    """The gradient of the generators, from the deepest nodes to the roots; two levels' gradients are in memory at a time."""
+    """The gradient of the generators, from the deepest nodes to the roots, with gradients of two levels in memory."""
     forest, grad_generator = _Forest(generator, position), generator.new_zeros(generator.shape)
     grads, operators, deeper = _square(grad), _square(out), None
     with full_precision(out.device):
         for nodes, count in zip(reversed(forest.levels), reversed(forest.counts[:-1]), strict=True):
             above = generator.new_zeros(forest.heads, count, *generator.shape[2:])
             for part in nodes:
-                own = forest.take(grads, part.rows)
+                gradient = forest.take(grads, part.rows)
                 if deeper is not None:
-                    own += deeper[:, part.places].flatten(1, 2)
-                grad_generator[:, part.branch] += torch.bmm(forest.take(operators, part.parents).mT, own)
+                    gradient += deeper[:, part.span].flatten(1, 2)
+                grad_generator[:, part.branch] += torch.bmm(forest.take(operators, part.parents).mT, gradient)
                 if count:
-                    passed = torch.bmm(own, generator[:, part.branch].mT)
-                    above.index_add_(1, forest.place[part.parents], passed.unflatten(1, (-1, forest.features)))
+                    passed = torch.bmm(gradient, generator[:, part.branch].mT)
+                    above.index_add_(1, forest.index_in_depth[part.parents], passed.unflatten(1, (-1, forest.features)))
             deeper = above
     return grad_generator
 

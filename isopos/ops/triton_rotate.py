@@ -1,8 +1,8 @@
 # pyright: reportInvalidTypeForm=false
-"""Rotations and lifts on CUDA devices, by Triton: one pass over features, and none over anything else.
+"""Rotations and lifts on CUDA devices by Triton, in one pass over features.
 
-A kernel's program holds a table's rows of some tokens and turns all that share them: samples, heads. Arithmetic is float32,
-whatever the dtype of features; the sums of a table's gradient are, too, and always in the same order.
+A program loads the table rows of some tokens and maps all samples and heads that share them. Arithmetic is float32 for every
+dtype of features. Gradients of the table are float32 sums in a fixed order.
 """
 
 import math
@@ -18,15 +18,15 @@ from isopos.ops.library import flat
 jit, tl = gpu.language()
 kernel = partial(jit, do_not_specialize=("tokens", "shared", "rows"))  # one variant for all lengths and batches
 
-TILE, BUSY = 1024, 1024  # pairs of a program; programs that fill a device
-WIDEST = 1024  # pairs of a head
+TILE, BUSY = 1024, 1024  # pairs per program; programs that fill a device
+WIDEST = 1024  # largest number of pairs per head
 
 
 @jit
 def _read(x, step, left, LAYOUT: tl.constexpr, F: tl.constexpr, P: tl.constexpr, T: tl.constexpr):
-    """Both features of F pairs (P the power of two above) of T tokens, of which `left` are there.
+    """First and second features of F pairs (P: next power of two) of T tokens, `left` of which exist.
 
-    Those of a pair are next to each other ("pairs"), F apart ("halves"), or there is the first one only ("alone").
+    LAYOUT: features of a pair are adjacent ("pairs"), F apart ("halves"), or only the first one exists ("alone").
     """
     token = tl.arange(0, T)[:, None]
     row = x + token.to(tl.int64) * step
@@ -62,7 +62,7 @@ def _write(x, step, left, first, second, LAYOUT: tl.constexpr, F: tl.constexpr, 
 
 @jit
 def _pass_on(x, x_step, out, out_step, left, REST: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Copy REST features (R the power of two above) of T tokens."""
+    """Copy REST features (R: next power of two) of T tokens."""
     token, place = tl.arange(0, T)[:, None], tl.arange(0, R)[None, :]
     seen = (token < left) & (place < REST)
     tile = tl.load(x + token.to(tl.int64) * x_step + place, mask=seen)
@@ -70,8 +70,8 @@ def _pass_on(x, x_step, out, out_step, left, REST: tl.constexpr, R: tl.constexpr
 
 
 @jit
-def _place(row, start, sizes, strides):
-    """Where tokens of a row begin, from `start` on; rows are counted over three axes."""
+def _offset(row, start, sizes, strides):
+    """Offset of token `start` of a row; rows are counted over three axes."""
     of_rows = (
         row // (sizes[1] * sizes[2]) * strides[0] + row // sizes[2] % sizes[1] * strides[1] + row % sizes[2] * strides[2]
     )
@@ -79,8 +79,8 @@ def _place(row, start, sizes, strides):
 
 
 @jit
-def _mine(tokens, shared, rows, T: tl.constexpr):
-    """A program's first token, and its rows: the first one and that after the last."""
+def _share(tokens, shared, rows, T: tl.constexpr):
+    """First token of this program, its first row, and the row after its last."""
     pid, blocks, groups = tl.program_id(0).to(tl.int64), tl.cdiv(tokens, T), tl.cdiv(shared, rows)
     group = pid // blocks
     first = group // groups * shared + group % groups * rows
@@ -88,7 +88,7 @@ def _mine(tokens, shared, rows, T: tl.constexpr):
 
 
 @kernel
-def turn(
+def rotation_kernel(
     x,
     table,
     out,
@@ -108,25 +108,25 @@ def turn(
     TO: tl.constexpr,
     ADJOINT: tl.constexpr,
 ):
-    """Rows of x by the table's row that so many (`shared`) of them share; a program turns `rows` of these.
+    """Rotate rows of x. `shared` rows share one row of the table; a program rotates up to `rows` of them.
 
-    `sizes` are those of three leading axes, and `of_x` and so on strides of these and of tokens.
+    `sizes` has the lengths of three leading axes; `of_x` and so on have strides of these axes and of tokens.
     """
-    start, first, last = _mine(tokens, shared, rows, T)
+    start, first, last = _share(tokens, shared, rows, T)
     left = tokens - start
-    cos, sin = _read(table + _place(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
+    cos, sin = _read(table + _offset(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
     if ADJOINT:
         sin = -sin
     for row in range(first, last):
-        own, to = x + _place(row, start, sizes, of_x), out + _place(row, start, sizes, of_out)
-        a, b = _read(own, of_x[3], left, FROM, F, P, T)
+        source, to = x + _offset(row, start, sizes, of_x), out + _offset(row, start, sizes, of_out)
+        a, b = _read(source, of_x[3], left, FROM, F, P, T)
         _write(to, of_out[3], left, a * cos - b * sin, a * sin + b * cos, TO, F, P, T)
         if REST > 0:
-            _pass_on(own + 2 * F, of_x[3], to + 2 * F, of_out[3], left, REST, R, T)
+            _pass_on(source + 2 * F, of_x[3], to + 2 * F, of_out[3], left, REST, R, T)
 
 
 @kernel
-def pull(
+def rotation_vjp_kernel(
     x,
     table,
     grad,
@@ -150,21 +150,21 @@ def pull(
     ADJOINT: tl.constexpr,
     OF_X: tl.constexpr,
 ):
-    """Gradients of `turn`: of x, and of the table in parts ``[groups varying tokens 2F]``, each the sum over `rows` rows."""
-    start, first, last = _mine(tokens, shared, rows, T)
+    """VJP of `rotation_kernel`: gradients of x, and of the table ``[groups varying tokens 2F]`` per group of rows."""
+    start, first, last = _share(tokens, shared, rows, T)
     left = tokens - start
-    cos, sin = _read(table + _place(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
+    cos, sin = _read(table + _offset(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
     if ADJOINT:
         sin = -sin
     of_cos, of_sin = tl.zeros_like(cos), tl.zeros_like(sin)
     for row in range(first, last):
-        from_grad = grad + _place(row, start, sizes, of_grad)
-        a, b = _read(x + _place(row, start, sizes, of_x), of_x[3], left, FROM, F, P, T)
+        from_grad = grad + _offset(row, start, sizes, of_grad)
+        a, b = _read(x + _offset(row, start, sizes, of_x), of_x[3], left, FROM, F, P, T)
         of_a, of_b = _read(from_grad, of_grad[3], left, TO, F, P, T)
         of_cos += of_a * a + of_b * b
         of_sin += of_b * a - of_a * b
         if OF_X:
-            to = grad_x + _place(row, start, sizes, of_grad_x)
+            to = grad_x + _offset(row, start, sizes, of_grad_x)
             _write(to, of_grad_x[3], left, of_a * cos + of_b * sin, of_b * cos - of_a * sin, FROM, F, P, T)
             if REST > 0:
                 _pass_on(from_grad + 2 * F, of_grad[3], to + 2 * F, of_grad_x[3], left, REST, R, T)
@@ -175,25 +175,27 @@ def pull(
     _write(parts + (part * tokens + start) * 2 * F, 2 * F, left, of_cos, of_sin, "pairs", F, P, T)
 
 
-def _power(n: int) -> int:
-    """The power of two from n on."""
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def _over(n: int, size: int) -> int:
-    """Parts of a size that hold n."""
+def _ceil_div(n: int, size: int) -> int:
+    """n / size, rounded up."""
     return -(-n // size)
 
 
 class _Launch(NamedTuple):
-    """How rows are dealt to programs: their leading axes with those ahead by which the table varies.
+    """How rows are distributed over programs. Leading axes are reordered: axes along which the table varies come first.
 
     Attributes:
-        order: The three leading axes of features in that order.
-        sizes: Theirs.
-        shared: Rows that share one of the table.
-        tile: Tokens of a program.
-        rows: Of those that share one of the table, how many a program turns: as many as leave the device busy.
+        order: The three leading axes of features in this order.
+        sizes: Their lengths.
+        tokens: Number of tokens.
+        pairs: Number of pairs per head.
+        shared: Number of rows that share one row of the table.
+        tile: Tokens per program.
+        rows: Number of rows of one group per program, such that the device stays busy.
     """
 
     order: list[int]
@@ -206,29 +208,29 @@ class _Launch(NamedTuple):
 
     @classmethod
     def of(cls, shape: torch.Size, table: Tensor) -> "_Launch":
-        """That of features ``[*b h t .]`` and rows of a table ``[*b h t 2f]``."""
+        """The launch for features ``[*b h t .]`` and a table ``[*b h t 2f]``."""
         leading = [1] * (5 - len(shape)) + list(shape[:-2])
-        own = [1] * (5 - table.ndim) + list(table.shape[:-2])
-        order = sorted(range(3), key=lambda n: own[n] == 1)
+        varying = [1] * (5 - table.ndim) + list(table.shape[:-2])
+        order = sorted(range(3), key=lambda n: varying[n] == 1)
         t, f = shape[-2], table.shape[-1] // 2
-        tile = max(1, min(_power(t), TILE // _power(f)))
-        shared = math.prod(n for n, varies in zip(leading, own, strict=True) if varies == 1)
-        programs = math.prod(leading) // shared * _over(t, tile)
-        rows = _over(shared, min(shared, _over(BUSY, programs)))
+        tile = max(1, min(_power_of_two(t), TILE // _power_of_two(f)))
+        shared = math.prod(n for n, varies in zip(leading, varying, strict=True) if varies == 1)
+        programs = math.prod(leading) // shared * _ceil_div(t, tile)
+        rows = _ceil_div(shared, min(shared, _ceil_div(BUSY, programs)))
         return cls(order, tuple(leading[n] for n in order), t, f, shared, tile, rows)
 
     @property
     def groups(self) -> int:
-        """Programs for the tokens of a row of the table."""
-        return _over(self.shared, self.rows)
+        """Number of programs per tile of tokens of a table row."""
+        return _ceil_div(self.shared, self.rows)
 
     @property
     def programs(self) -> int:
-        """All of them."""
-        return math.prod(self.sizes) // self.shared * self.groups * _over(self.tokens, self.tile)
+        """Number of programs."""
+        return math.prod(self.sizes) // self.shared * self.groups * _ceil_div(self.tokens, self.tile)
 
-    def places(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """What a kernel takes after its tensors ``[*b h t .]``: sizes, then strides of each, zero for an axis of one."""
+    def arguments(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Arguments of a kernel after its tensors ``[*b h t .]``: sizes, then strides, zero for axes of length 1."""
         found = []
         for x in tensors:
             strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
@@ -237,28 +239,28 @@ class _Launch(NamedTuple):
         return self.tokens, self.shared, self.rows, self.sizes, *found
 
     def constants(self, x: Tensor, *, lifted: bool, adjoint: bool, halves: bool) -> dict[str, int | str]:
-        """What is known when a kernel is compiled."""
+        """Compile-time constants of a kernel."""
         rest = 0 if lifted else x.shape[-1] - 2 * self.pairs
         way = ("alone", "halves") if lifted else ("halves" if halves else "pairs", "pairs")
         way = way[::-1] if adjoint else way
-        powers = {"P": _power(self.pairs), "R": _power(max(rest, 1))}
+        powers = {"P": _power_of_two(self.pairs), "R": _power_of_two(max(rest, 1))}
         sizes = {"F": self.pairs, "REST": rest, "T": self.tile} | powers
         return sizes | {"FROM": way[0], "TO": way[1], "ADJOINT": adjoint}
 
 
 def refuses(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> str:
-    """Why the kernel does not serve these, which `gpu.unreadable` lets pass, or ""."""
+    """Why the kernel does not serve tensors that `gpu.unreadable` accepts, or ""."""
     if table.dtype != torch.float32 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it turns float32, bfloat16 and float16 by a float32 table, not {x.dtype} by {table.dtype}"
+        return f"it rotates float32, bfloat16 and float16 by a float32 table, not {x.dtype} by {table.dtype}"
     if not 3 <= x.ndim <= 5:
         return f"it has one to three axes ahead of tokens, not {x.ndim - 2}"
-    width, own = table.shape[-2] * (2 if adjoint or not lifted else 1), table.shape[:-2]
+    width, rows = table.shape[-2] * (2 if adjoint or not lifted else 1), table.shape[:-2]
     if x.shape[-1] != width if lifted else x.shape[-1] < width:
-        return f"it turns features of {width}, not of {x.shape[-1]}"
+        return f"it rotates features of {width}, not of {x.shape[-1]}"
     if table.shape[-2] > WIDEST or x.shape[-1] - width > 2 * WIDEST:
         return f"it has at most {WIDEST} pairs"
-    if torch.broadcast_shapes(x.shape[:-1], own) != x.shape[:-1] or own[-1] != x.shape[-2] or 0 in x.shape:
-        return f"it has a row of the table for every token, not {list(own)} for {list(x.shape[:-1])}"
+    if torch.broadcast_shapes(x.shape[:-1], rows) != x.shape[:-1] or rows[-1] != x.shape[-2] or 0 in x.shape:
+        return f"it has a row of the table for every token, not {list(rows)} for {list(x.shape[:-1])}"
     return ""
 
 
@@ -271,13 +273,17 @@ def rotate(
     halves: bool = False,
     in_place: bool = False,
 ) -> Tensor:
-    """x ``[*b h t .]`` rotated or lifted by a table ``[*b h t f 2]``, or by the adjoint; without a graph.
+    """Rotate or lift x ``[*b h t .]`` by a table ``[*b h t f 2]``, or by the adjoint, without a graph.
 
-    Features after those of the table's pairs pass unchanged.
+    Features beyond the pairs of the table pass unchanged.
 
     Args:
-        halves: Pairs (2i, 2i + 1) come from (i, i + f), and go back there by the adjoint.
-        in_place: Write over x, in which a token's features are next to each other.
+        x: Features ``[*b h t .]``.
+        table: Cosines and sines ``[*b h t f 2]``.
+        lifted: Lift instead of rotate.
+        adjoint: Apply the adjoint.
+        halves: Input pairs are (i, i + f), output pairs (2i, 2i + 1); the adjoint goes back.
+        in_place: Overwrite x, whose features must be contiguous per token.
     """
     x, rows = x if in_place else flat(x), flat(table.flatten(-2))
     launch = _Launch.of(x.shape, rows)
@@ -288,22 +294,22 @@ def rotate(
         out = x.new_empty(*x.shape[:-1], launch.pairs * (1 if adjoint else 2))
     else:
         out = torch.empty_like(x)
-        out = out if out.stride(-1) == 1 else out.contiguous()  # of what overlaps itself, PyTorch may put another axis last
+        out = out if out.stride(-1) == 1 else out.contiguous()  # empty_like of overlapping memory may reorder axes
     with torch.cuda.device_of(x):
-        turn[(launch.programs,)](x, rows, out, *launch.places(x, rows, out), **constants)
+        rotation_kernel[(launch.programs,)](x, rows, out, *launch.arguments(x, rows, out), **constants)
     return out
 
 
-def pulled(
+def rotate_vjp(
     x: Tensor, table: Tensor, grad: Tensor, *, lifted: bool, adjoint: bool, halves: bool = False, of_x: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients of x, if `of_x`, and of the table, from that of `rotate`."""
+    """Gradients of x (None without `of_x`) and of the table, given the gradient of `rotate`."""
     x, grad, rows = flat(x), flat(grad), flat(table.flatten(-2))
     launch = _Launch.of(x.shape, rows)
     constants = launch.constants(x, lifted=lifted, adjoint=adjoint, halves=halves) | {"OF_X": of_x}
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else x  # which is not written
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else x  # not written
     parts = table.new_empty(launch.groups, *table.shape)
-    places = launch.places(x, rows, grad, grad_x)
+    arguments = launch.arguments(x, rows, grad, grad_x)
     with torch.cuda.device_of(x):
-        pull[(launch.programs,)](x, rows, grad, grad_x, parts, *places, **constants)
+        rotation_vjp_kernel[(launch.programs,)](x, rows, grad, grad_x, parts, *arguments, **constants)
     return grad_x if of_x else None, parts.sum(0) if launch.groups > 1 else parts[0]

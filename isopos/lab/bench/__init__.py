@@ -1,1 +1,1 @@
-"""Benchmarks of one's own machine: interleaved timings with their spread. Figures are rows, never tests."""
+"""Benchmarks of the user's machine: interleaved timings with their spread. Figures are rows, never tests."""

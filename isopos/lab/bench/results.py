@@ -54,7 +54,7 @@ def heading(rounds: int, device: str = "cpu") -> str:
     about = machine(device)
     processor = f"{about['cpu']}, {about['threads']} threads" if device == "cpu" else about["device"]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    fewer = "" if device == "cpu" else f", or fewer in long races: those that start within {LIMIT:g} s, at least 3"
+    fewer = "" if device == "cpu" else f", or fewer in long benchmarks: the rounds that start within {LIMIT:g} s, at least 3"
     return (
         f"{versions}; {processor}, {about['dtype']}. Medians of {rounds} interleaved rounds{fewer}; "
         "ratios are taken within rounds. speed: baseline time / ours; time: ours / baseline time. No difference is claimed "

@@ -273,7 +273,7 @@ def _by_document(source: Source, names: list[str]) -> dict[str, str]:
         for split in ("train", "validation"):
             if split not in named.values():
                 files = ", ".join(sorted(named))
-                raise ValueError(f"data: expected a file of {split} beside {files}, got none with text in {source.name}")
+                raise ValueError(f"data: expected a file of {split} as well as {files}, got none with text in {source.name}")
         return named
     if not source.books or len(names) == 1:
         return {}

@@ -184,7 +184,7 @@ def tree_nodes(tokens: bytes) -> list[tuple[int, int]]:
     """Tree positions of an expression: (parent's row, branch) of each token, as for `positions.Tree`.
 
     An operator's children are its arguments, in order, and finally its closing bracket. So a model sees the same tokens with
-    every kind of positions, and every token has a position of its own.
+    every kind of positions, and every token has a separate position.
 
     Examples:
         >>> tree_nodes(encode("[MAX 2 [MIN 4 7] 9]"))

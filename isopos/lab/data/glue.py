@@ -71,7 +71,7 @@ class Sample(NamedTuple):
 
 
 def subset_of(source: str) -> str:
-    """The task whose name is that of the folder or of one of its parents; CoLA if the source is empty (`phrases`).
+    """The task with the name of the folder or of one of its parents; CoLA if the source is empty (`phrases`).
 
     Raises:
         ValueError: If no folder has the name of a task.
@@ -143,7 +143,7 @@ def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tupl
     Args:
         source: A folder or an archive.
         name: A key of `SUBSETS`.
-        dropped: Counts what is skipped.
+        dropped: Counts skipped rows.
 
     Raises:
         ValueError: If a row is wrong (with file and line).

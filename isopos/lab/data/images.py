@@ -134,7 +134,7 @@ def read_images(
         if not (height and width):
             if survey.differs:
                 raise ValueError(
-                    f"height: expected one, and a width, beside images that differ in size, {survey.differs}; --height "
+                    f"height: expected a height and a width for images that differ in size, {survey.differs}; --height "
                     f"{survey.height} --width {survey.width} brings all to the size of the first"
                 )
             height, width = survey.height, survey.width
@@ -175,7 +175,7 @@ def _survey(source: Source, progressing: OnProgress) -> _Survey:
                 size, grey = image.size, image.mode in GREY
                 transposed = image.getexif().get(0x0112) in TRANSPOSED
                 kind = _unscaled(image)
-        except Exception:  # whatever a broken file makes Pillow raise; it is counted where it is decoded
+        except Exception:  # Pillow raises many types for damaged files; they are counted when decoded
             continue
         if kind:
             raise ValueError(
@@ -292,7 +292,7 @@ def _places(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
             raise ValueError(f"data: expected images in a folder of their class, at least two of them, got {name} in none")
         places.append((split, label[0]))
     if splits and splits[0] is not None and "train" not in {split for split, _ in places}:
-        raise ValueError(f"data: expected images in a folder train beside {places[0][0]}, got none in {source}")
+        raise ValueError(f"data: expected images in a folder train next to {places[0][0]}, got none in {source}")
     return places
 
 
@@ -317,7 +317,7 @@ def _check_folders(source: Source) -> None:
     if not root.is_dir():
         return
     parents = {parent for file in source.files for parent in file.parents}
-    for beside in {file.parent.parent for file in source.files if file.parent != root}:
-        for folder in sorted(beside.iterdir()):
+    for parent in {file.parent.parent for file in source.files if file.parent != root}:
+        for folder in sorted(parent.iterdir()):
             if folder.is_dir() and folder not in parents:
                 raise ValueError(f"data: expected images in {folder}, got none; fill or remove it")

@@ -187,7 +187,7 @@ def similar_classes(classes: Sequence[str]) -> str:
 
     Examples:
         >>> similar_classes(["0", "0.0", "1", "NaN", "nan"])
-        "'0' and '0.0', 'NaN' and 'nan' are classes of their own here: where they are one, write them alike"
+        "'0' and '0.0', 'NaN' and 'nan' are separate classes here: if they are one class, write them alike"
         >>> similar_classes(["0", "1", "10"])
         ''
     """
@@ -199,13 +199,13 @@ def similar_classes(classes: Sequence[str]) -> str:
             key = name.casefold()
         known.setdefault(key, []).append(name)
     pairs = [" and ".join(repr(name[:40]) for name in names) for names in known.values() if len(names) > 1]
-    return f"{', '.join(pairs[:5])} are classes of their own here: where they are one, write them alike" if pairs else ""
+    return f"{', '.join(pairs[:5])} are separate classes here: if they are one class, write them alike" if pairs else ""
 
 
 def row_splits(names: Iterable[str]) -> Callable[[str, str], str]:
     """A function from the name of a row's file and its text to its split.
 
-    Files whose suffix is not that of a table or text are ignored.
+    Files without a suffix of tables or texts are ignored.
     """
     named: dict[str, str | None] = {}
     for name in names:

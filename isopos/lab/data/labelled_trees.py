@@ -78,7 +78,7 @@ class TreeBuilder:
         self._step = 1 if order == "breadth" else -1
 
     def add(self, arity: int) -> None:
-        """Add a node with so many children."""
+        """Add a node with a number of children."""
         if not self.complete:
             row = len(self.rows) - 1
             self._open.extend([(row, branch) for branch in range(arity)][:: self._step])

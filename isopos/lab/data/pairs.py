@@ -72,7 +72,7 @@ def read_pairs(source: str, languages: str, dropped: Counter[str]) -> Iterator[t
             folder; or hf:NAME[:CONFIG] of the hub.
         languages: Suffixes of the files in a folder, as en,de for train.en and train.de; all may be packed, as train.en.gz.
             For a dataset its two columns or languages; by default source,target.
-        dropped: Counts dropped pairs: those with an empty side, and those that a later split has, too.
+        dropped: Counts dropped pairs: pairs with an empty side, and pairs that a later split has, too.
 
     Raises:
         ValueError: If there is nothing to read, a row does not have two columns, two files differ in their numbers of
@@ -207,7 +207,7 @@ def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str,
         side = endings.index(name.rpartition(".")[2])
         partner = name.removesuffix(endings[side]) + endings[1 - side]
         if partner not in names:
-            raise ValueError(f"data: expected {partner} beside {name}, got none; repair --languages, or add the file")
+            raise ValueError(f"data: expected {partner} next to {name}, got none; repair --languages, or add the file")
         if side == 0:
             sides = [(one, _lines(source, one)) for one in (name, partner)]
             yield from ((name, pair) for pair in _zipped(*sides))

@@ -70,7 +70,7 @@ def check_tokenizer(tokenizer: str | Tokenizer, vocabulary: int | None) -> None:
     if isinstance(tokenizer, str):
         expect("tokenizer", tokenizer, KINDS)
     if vocabulary is not None and tokenizer not in KINDS[1:]:
-        raise ValueError(f"vocabulary: expected none beside {tokenizer}, which has its own, got {vocabulary}")
+        raise ValueError(f"vocabulary: expected none with {tokenizer}, which has a fixed one, got {vocabulary}")
 
 
 def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool = False) -> Surveyed:
@@ -88,7 +88,7 @@ def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool
 
 @dataclass(frozen=True)
 class Preparation:
-    """Surveyed sources, and what is made of them and kept in the cache."""
+    """Surveyed sources, and the arrays prepared from them in the cache."""
 
     sources: Sequence[Source]
     root: Path  # folder of the cache

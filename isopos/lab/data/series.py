@@ -97,7 +97,7 @@ def _read(
             at = column_index(name, titles, time) if time else 0
             places = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
             if at in places or not places:
-                raise ValueError(f"values: expected columns beside that of times, {titles[at]}, got {', '.join(titles)}")
+                raise ValueError(f"values: expected columns besides the times, {titles[at]}, got {', '.join(titles)}")
             if bare is None:
                 continue
         moment = _moment(cells[at], unit, first)

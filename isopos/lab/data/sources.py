@@ -40,7 +40,7 @@ __all__ = [
 __getattr__ = renamed(__name__, {"find": "isopos.lab.data.sources.find_source"})
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
-UNPACKED, RATIO = 1 << 30, 100  # a file may unpack to so many bytes, or to so many times its size
+UNPACKED, RATIO = 1 << 30, 100  # largest unpacked size of a file: bytes, or a multiple of its size
 FIELD = 1 << 24  # characters in the largest cell
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -304,7 +304,7 @@ def _joined(rows: Iterable[str]) -> Iterator[bytes]:
 
 
 def _guarded(name: str, blocks: Iterator[bytes], budget: list[int]) -> Iterator[bytes]:
-    """The same blocks; errors name the line where a file is broken, and the size of what it unpacks to is limited."""
+    """The same blocks; errors name the line where a file is damaged, and the unpacked size is limited."""
     line = 1
     try:
         for block in blocks:

@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Tokens ``[t]`` int64 of text. Whole lines may be encoded one by one: their tokens are those of the whole text.
+        """Tokens ``[t]`` int64 of text. Whole lines may be encoded one by one, which gives the tokens of the whole text.
 
         Raises:
             ValueError: If the vocabulary does not cover the text.

@@ -61,7 +61,7 @@ def random_trees(
 
     The paper's appendix draws depths from a discretised normal distribution; here they are integers from 1 on, and include
     the root that names the action. The paper does not say which leaf replaces a truncated subtree; as in the authors' code
-    it has the label of the node. For an inner node that is a token of its own, so that a token determines its number of
+    it has the label of the node. An inner node has a separate token, so that a token determines its number of
     children.
 
     Args:

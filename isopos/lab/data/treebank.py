@@ -1,7 +1,7 @@
 """Trees with classes: s-expressions and nested JSON lists, read without recursion, as arrays of tokens and nodes.
 
 The label of a node is the first atom of its s-expression; inner nodes of nested lists have no labels. Tokens are the labels
-of the train split, by frequency. `NODE` is the token of nodes without a label, `UNKNOWN` that of other labels.
+of the train split, by frequency. `NODE` is the token of nodes without a label, `UNKNOWN` the token of other labels.
 """
 
 import json
@@ -80,7 +80,7 @@ def load_trees(
     Lines of a file that is not a table (in a folder: .txt, .ptb or .mrg) are s-expressions with the class at the root. The
     other labels of inner nodes are taken to be classes, too, and are hidden, as usual for the Stanford Sentiment Treebank; a
     node above a single word becomes that word. Rows of a .tsv or .csv are a label and a tree, or have columns with these
-    names; lines of a .jsonl are objects with a label and nested lists or an s-expression. Splits are those of `labelled`.
+    names; lines of a .jsonl are objects with a label and nested lists or an s-expression. Splits as in `labelled`.
 
     Args:
         source: A path; empty: random trees of "and", "or" and "not", whose class is their value.
@@ -240,7 +240,7 @@ def loads(line: str) -> Any:
 
     stack: list[Any] = [[]]
     keys: list[Any] = [None]  # for each open list or object, the key of the next value
-    state, at = "value", 0  # what is expected: a value, a key, a colon; or what may follow a value
+    state, at = "value", 0  # the expected token: a value, a key, a colon, or a token that may follow a value
     while match := ATOM.match(line, at):
         token, at, begin = match[1], match.end(), match.start(1)
         inside = stack[-1]

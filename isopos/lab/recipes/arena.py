@@ -2,7 +2,7 @@
 
 Epochs refer to the published sets: 25,000 reviews, 96,000 expressions, 147,086 pairs, 160,000 pictures and 50,000 images.
 Values that a paper does not give come from its authors' code or are usual ones; docstrings name them. Small and
-tiny recipes use isopos' own data.
+tiny recipes use the data that comes with isopos.
 
 PermuteFormer's paper refers to Tay et al. for its sizes. Its code has other sizes, one file per task
 (https://github.com/cpcp1998/PermuteFormer, long_range_arena/configs), which are used here. There, samples begin with a class
@@ -54,7 +54,7 @@ def lra_retrieval(scale: str) -> Recipe:
 def lra_pathfinder(scale: str) -> Recipe:
     """LRPE's configuration (Table 9) of Pathfinder: 4 layers of 32, batch 128, 200 epochs.
 
-    Otherwise as `lra_text`. The pictures are our own, 32 x 32, drawn by the published description.
+    Otherwise as `lra_text`. The pictures, 32 x 32, are drawn here by the published description.
     """
     return _lrpe(Pathfinder(), PATHFINDER, scale, model_dim=32, batch=128, steps=250_000, learning_rate=5e-4)
 
@@ -87,7 +87,7 @@ def permuteformer_pathfinder(scale: str) -> Recipe:
     """PermuteFormer's configuration (Table 5) of Pathfinder: batch 256, 80 epochs, warm-up of 4000 updates, Adam.
 
     Sizes (performer_2d_relative_pathfinder.json): 4 layers of 128, feed-forwards of 128, 8 heads, GELU, dropout 0.1.
-    Features on a grid are not widened here, and the mean of all tokens replaces the class token. The pictures are our own.
+    Features on a grid are not widened here, and the mean of all tokens replaces the class token. Pictures are drawn here.
     """
     sizes = {"layers": 4, "model_dim": 128, "hidden_dim": 128, "heads": 8, "dropout": 0.1}
     return _permuteformer(Pathfinder(), PATHFINDER, scale, batch=256, steps=50_000, learning_rate=5e-4, warmup=4000, **sizes)

@@ -1,4 +1,4 @@
-"""Reading and writing of the laboratory's own files.
+"""Reading and writing of the laboratory's files.
 
 After a kill or a loss of power a file has its old or its new content. Files are read only if they are regular, of bounded
 size, and have the expected fields and types; otherwise `Damaged` names the file and the remedy.

@@ -1,6 +1,6 @@
 """Tables of papers as data: `isopos/lab/tables/NAME.toml` has rows, columns, the paper's figures, and edits of a recipe.
 
-A table of your own is another TOML file, named by its path. Unknown keys, missing figures and wrong schemes are errors. A
+A custom table is another TOML file, named by its path. Unknown keys, missing figures and wrong schemes are errors. A
 cell, one run, may fill several columns. No torch here.
 """
 
@@ -67,7 +67,7 @@ class TableRow:
 
     name: str  # the paper's name of it, or ours
     scheme: str = ""  # with options; empty if isopos has none
-    figures: Sequence[float] = ()  # the paper's, one per column; empty for our own rows
+    figures: Sequence[float] = ()  # figures of the paper, one per column; empty for other rows
     schemes: Mapping[str, str] = field(default_factory=dict)  # schemes of corpora that need another, such as on grids
     fixed: str = ""  # for learned frequencies: the row with their initial values, not learned
 
@@ -137,7 +137,7 @@ class PaperTable:
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.timed:
             figure = TIMED[self.kind]
-        view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
+        view = View(column.split, column.multiple, column.scored, options=tuple(column.view.items()))
         changes = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **changes)
 

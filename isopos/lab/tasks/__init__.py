@@ -1,4 +1,4 @@
-"""Tasks by name; a task of your own is MODULE:NAME, of a module in the working folder or an installed one."""
+"""Tasks by name; a custom task is MODULE:NAME, from a module in the working folder or an installed one."""
 
 from isopos.lab.tasks.task import TASKS, find, spec
 

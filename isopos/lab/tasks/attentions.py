@@ -2,7 +2,7 @@
 
 They require additive positions and bidirectional models: none of them is causal, takes a context or has a stream. Each is
 made for a longest sample, to which shorter samples are padded with masked zeros, so that outputs do not depend on padding.
-Sizes that a paper does not give are those of Xiong et al.'s code for the Long Range Arena from 1,024 tokens on, and in
+Sizes that a paper does not state are from Xiong et al.'s code for the Long Range Arena from 1,024 tokens on, and in
 proportion below: 256 rows, 128 landmarks, chunks of 64 tokens.
 """
 
@@ -87,7 +87,7 @@ class Linformer(BaselineAttention):
 class Nystromformer(BaselineAttention):
     """Softmax attention through landmarks, means of equally many neighbours, plus a convolution of values.
 
-    The implementation is that of transformers. The pseudo-inverse starts from the norm of each sample, as in the authors'
+    The implementation is from transformers. The pseudo-inverse starts from the norm of each sample, as in the authors'
     later code; the paper takes the largest norm of a batch, so that samples influence each other. Padding is zero before
     the projections.
 
@@ -124,7 +124,7 @@ class Nystromformer(BaselineAttention):
 class Reformer(BaselineAttention):
     """Softmax attention within buckets of a locality-sensitive hash, with shared queries and keys.
 
-    The implementation is that of transformers. Each training step draws new hashes; evaluation always has the same ones.
+    The implementation is from transformers. Each training step draws new hashes; evaluation always has the same ones.
 
     References:
         Reformer (Kitaev et al. 2020), section 2. https://arxiv.org/abs/2001.04451

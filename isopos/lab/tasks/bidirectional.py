@@ -28,7 +28,7 @@ class Bidirectional(PositionedTask):
     views = ()
     limits = ((("vocabulary", "length"), 1, 10**9),)
     groups, where, bound = ("Line",), "on a line, which text has", ("length", "shortens samples")
-    metrics = (Metric("loss", "loss", note="nats a token"),)
+    metrics = (Metric("loss", "loss", note="nats per token"),)
 
     def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length

@@ -100,7 +100,7 @@ def check_group(
     if not isinstance(scheme.group, kinds) or (axes and not (scheme.group.is_grid and scheme.group.columns <= axes)):
         name = split_spec(of_layers(recipe.scheme)[0])[0]
         raise ValueError(
-            f"schemes: expected positions {where}, but {recipe.scheme} takes those of a {scheme.group.noun}; "
+            f"schemes: expected positions {where}, but {recipe.scheme} takes positions of a {scheme.group.noun}; "
             f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
         )
     longest = scheme.max_length
@@ -153,7 +153,7 @@ def warm_start_recipe(folder: Path, recipe: Recipe, kind: type[Task], also: Sequ
     if others := [name for name in then if then[name] != now[name]]:
         got = ", ".join(f"{name} {now[name]}" for name in others)
         options = " ".join(f"--{name.replace('_', '-')} {then[name]}" for name in others)
-        raise ValueError(f"start: expected a model as that of {folder}, got {got}; give {options}")
+        raise ValueError(f"start: expected a model as in {folder}, got {got}; give {options}")
     return before
 
 

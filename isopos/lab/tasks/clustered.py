@@ -32,7 +32,7 @@ def clustered_attention(
     """Bidirectional attention in which clusters of queries share a distribution, and top-k keys are weighted per query.
 
     K-means clusters the queries rho(x_i) q_i; a centroid c has the weights softmax(scale <c, rho(x_j) k_j>). For the `topk`
-    keys with the largest weights, each query of the cluster computes its own weights, scaled to the same sum; for other keys
+    keys with the largest weights, each query of the cluster computes separate weights with the same sum; for other keys
     it has the centroid's (Vyas et al., "improved"; `topk=0` is their plain form). A shift of all positions is an isometry of
     all queries: it changes neither distances nor clusters, and outputs are exactly relative (Algebraic Positional Encodings,
     section 3.4.4).

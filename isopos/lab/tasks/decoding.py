@@ -56,7 +56,7 @@ def perplexity(
     if vocabulary != corpus.vocabulary:
         raise ValueError(
             f"vocabulary: expected the {vocabulary} tokens of the model, got the {corpus.vocabulary} of {corpus.name}; load "
-            "the text with the tokenizer that was saved beside the model"
+            "the text with the tokenizer that was saved with the model"
         )
     piece = tokens_at_once(model, length)
     device, nats_of = model.tokens.weight.device, _nats if model.group is None else _nats_of_shard
@@ -71,7 +71,7 @@ def perplexity(
 
 
 def unscorable(model: Any, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
-    """The reason why windows of that length cannot be scored; or ""."""
+    """The reason why windows of this length cannot be scored; or ""."""
     if length < 1 or (limit is not None and limit < 1):
         return f"length: expected positive numbers of tokens, got windows of {length} and a limit of {limit}"
     longest, tokens = model.scheme.max_length, len(corpus.split(split))

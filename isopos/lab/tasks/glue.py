@@ -46,7 +46,7 @@ class Glue(PositionedTask):
     """A run of the task masked, or a folder of such runs, in which scheme and seed select one: training begins with its
     tokenizer and its weights, except the head. Empty: bytes and random weights."""
     length: int = 256  # Tokens of the longest sample; in longer ones the longer text is cut.
-    vocabulary: int = 0  # Number of tokens; 0: that of the tokenizer.
+    vocabulary: int = 0  # Number of tokens; 0: as in the tokenizer.
     validation_rows: int = 0  # Largest number of held-out rows that are scored; 0: all.
 
     name = "glue"
@@ -159,7 +159,7 @@ class GlueSamples(TextSamples):
     def infer(self, recipe: Recipe) -> Recipe:
         if (start := self.task.origin(recipe)) and load_tokenizer(start).fingerprint != self.tokenizer.fingerprint:
             raise ValueError(
-                f"start: expected runs with one tokenizer, got another in {start}; compare those of one data set"
+                f"start: expected runs with one tokenizer, got another in {start}; compare runs with one data set"
             )
         return super().infer(recipe)
 

@@ -40,8 +40,8 @@ class Images(PositionedTask):
     data: str = ""
     """A folder or an archive with one folder of images per class, perhaps below train, valid and test, or hf:NAME[:CONFIG];
     empty: 10,000 synthetic digits. See docs/data.md."""
-    height: int = 0  # Pixels; 0: the images' own, if all are equal. Other images are scaled and cropped.
-    width: int = 0  # Pixels; 0: the images' own, if all are equal.
+    height: int = 0  # Pixels; 0: the height of the images, if all are equal. Other images are scaled and cropped.
+    width: int = 0  # Pixels; 0: the width of the images, if all are equal.
     margin: int = 0  # Pixels added around images, with the colours of their edges.
     tokenizer: Literal["patches", "convolution"] = "patches"
     """Tokens are disjoint squares, as in ViT; or the outputs of a convolution and a max-pool, as in CCT."""
@@ -58,7 +58,7 @@ class Images(PositionedTask):
     repeats: int = 1  # Copies of a training image per epoch, augmented differently; an epoch has fewer different images.
     smoothing: float = 0.0  # Label smoothing: the share of the target that is uniform over classes.
     channels: int = 0  # 1: convert images to grey; 0: 1 if all images are grey, else 3.
-    classes: int = 0  # Number of classes; 0: that of the data.
+    classes: int = 0  # Number of classes; 0: as in the data.
     validation_rows: int = 0  # Largest number of held-out images that are scored; 0: all.
 
     name = "images"
@@ -111,7 +111,7 @@ class Images(PositionedTask):
             least = 2 * t.accumulate * t.devices * t.nodes
             what = f"pairs to mix, a multiple of 2 * accumulate * devices * nodes = {least}"
             require("batch", t.batch, what, t.batch % least == 0)
-        require("width", self.width, "one beside a height, or neither", bool(self.height) == bool(self.width))
+        require("width", self.width, "both a width and a height, or neither", bool(self.height) == bool(self.width))
         model = self.model(recipe)
         if not self.height:
             return []
@@ -127,7 +127,7 @@ class Images(PositionedTask):
 
     def extent(self, view: View, axes: int) -> tuple[float, int]:
         """The length of the axis that grows most; for positions on a line, the number of tokens."""
-        trained, seen = self.sides(self.height, self.width), dict(view.own)
+        trained, seen = self.sides(self.height, self.width), dict(view.options)
         now = self.sides(seen.get("height", self.height), seen.get("width", self.width))
         if axes == 1:
             trained, now = (math.prod(trained),), (math.prod(now),)
@@ -135,7 +135,7 @@ class Images(PositionedTask):
 
     def check_view(self, view: View) -> None:
         super().check_view(view)
-        for name, value in view.own:
+        for name, value in view.options:
             require(name, value, "pixels", value >= (name != "shift"))
 
     def model(self, recipe: Recipe) -> Any:
@@ -146,7 +146,7 @@ class Images(PositionedTask):
         return ImageSamples(self, self.pictures(self.height, self.width, console))
 
     def pictures(self, height: int, width: int, console: "Console | None" = None) -> "ImageDataset":
-        """The images in a size; 0: their own."""
+        """The images in a size; 0: their original size."""
         from isopos.lab.data import images
 
         if not self.data:
@@ -248,7 +248,7 @@ class ImageSamples(Labelled):
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """The scores of `Labelled`; for a view in another size, images are read again from their source."""
         seen, size = copy.copy(self), self.pictures.pixels.shape[2:]
-        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.own)
+        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.options)
         seen.shift, height, width, margin = options["shift"], options["height"], options["width"], 2 * self.task.margin
         if (height, width) != size:
             try:

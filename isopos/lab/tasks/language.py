@@ -27,7 +27,7 @@ class TextTask(PositionedTask):
     """A file, an archive, a folder, which is read in sorted order, or hf:NAME:CONFIG; empty: the Python language reference.
     The last tenth is held out unless names of files make splits. See docs/data.md."""
     tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # Kind of tokens.
-    vocabulary: int = 0  # Largest number of tokens; 0: that of the tokenizer.
+    vocabulary: int = 0  # Largest number of tokens; 0: as in the tokenizer.
     length: int = 256  # Tokens of a training window; evaluation also uses multiples.
     tied: bool = False  # Share one matrix between embedding and logits.
     validation_tokens: int = 32768  # Largest number of held-out tokens that are scored; 0: all.
@@ -120,7 +120,7 @@ class Language(TextTask):
 
     def check(self, recipe: Recipe) -> list[str]:
         if self.tied and self.cutoffs:
-            raise ValueError("tied: expected false beside cutoffs, whose rare tokens have fewer features; give --no-tied")
+            raise ValueError("tied: expected false with cutoffs, whose rare tokens have fewer features; give --no-tied")
         self.origin(recipe)
         return super().check(recipe.edit(cutoffs=()))  # the scheme does not depend on them
 
@@ -170,7 +170,7 @@ class Text(Windows):
     """A corpus for predicting the next token."""
 
     task: Language
-    calls = ("advance", "features", "loss")  # by which long windows are evaluated
+    calls = ("advance", "features", "loss")  # used to evaluate long windows
 
     def infer(self, recipe: Recipe) -> Recipe:
         import torch

@@ -32,8 +32,8 @@ HELD_OUT = 2000  # largest held-out split of other random expressions; they are 
 class ListOps(PositionedTask):
     """A classifier of expressions by their value, a digit.
 
-    The scheme determines whether positions are those of a line or of the expression's tree: the children of an operator are
-    its arguments and its closing bracket.
+    The scheme determines whether positions are points of a line or nodes of the expression's tree: the children of an
+    operator are its arguments and its closing bracket.
     """
 
     data: str = ""
@@ -44,7 +44,7 @@ class ListOps(PositionedTask):
     shortest: int = 0  # Smallest number of tokens of a random expression.
     expressions: int = 12_000  # Number of random expressions; a twelfth, at most 2000, each for validation and test.
     longest: int = 0  # Largest number of tokens: longer expressions are dropped; 0: none.
-    branches: int = 0  # Largest number of children in trees, with closing brackets; 0: that of the data.
+    branches: int = 0  # Largest number of children in trees, with closing brackets; 0: as in the data.
     validation_rows: int = 0  # Largest number of held-out expressions that are scored; 0: all.
 
     name = "listops"
@@ -68,14 +68,14 @@ class ListOps(PositionedTask):
     def check(self, recipe: Recipe) -> Sequence[str]:
         if self.random:
             field = next(iter(self.random))
-            require(field, self.random[field], f"{getattr(ListOps, field)} beside data, which is not random", not self.data)
+            require(field, self.random[field], f"{getattr(ListOps, field)} with data, which is not random", not self.data)
             least, longest = max(1, self.shortest), self.longest
-            require("longest", longest, f"at least {least} tokens beside {field}, to draw no longer ones", longest >= least)
+            require("longest", longest, f"at least {least} tokens with {field}, which limits the length", longest >= least)
         return super().check(recipe)
 
     @property
     def random(self) -> dict[str, int]:
-        """Settings of random expressions that are not those of the built-in ones."""
+        """Settings of random expressions that differ from the built-in ones."""
         values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
         return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
 

@@ -56,7 +56,7 @@ class Masked(TextTask):
         return super().check(recipe)
 
     def model(self, recipe: Recipe) -> Any:
-        """An encoder; the mask is an additional token after those of the tokenizer."""
+        """An encoder; the mask is one more token after the tokens of the tokenizer."""
         return self.build(recipe, "Encoder", (self.vocabulary or 256) + 1, tied=self.tied)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "MaskedText":
@@ -71,7 +71,7 @@ class MaskedText(Windows):
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """Masked tokens ``[b t]``, chosen places ``[b n]``, and the original tokens there ``[b n]``.
 
-        All rows have the same number n, so that the mean loss over ranks is that of the batch.
+        All rows have the same number n, so that the mean loss over ranks equals the mean loss of the batch.
         """
         count = recipe.training.batch
         tokens, _ = self.corpus.batch(recipe.seed, step, count, self.task.length, rank, ranks)

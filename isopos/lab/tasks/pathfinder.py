@@ -29,7 +29,7 @@ GREYS = 256
 class Pathfinder(PositionedTask):
     """A classifier of pictures of dashed paths, drawn after the published description, with one token per pixel.
 
-    The scheme determines whether positions are those of a line or of a grid; the tokens are the same.
+    The scheme determines whether positions are points of a line or of a grid; the tokens are the same.
     """
 
     side: int = 24  # Height and width in pixels; 32 and 128 in the Long Range Arena.
@@ -50,7 +50,7 @@ class Pathfinder(PositionedTask):
         ("pictures", 20, 10**8),
     )
     groups, where = ("Line", "Product"), "in a row or on a grid of 2 axes, which pixels have"
-    metrics = accuracy("held-out pictures", "whose dots are rightly said to be connected or not")
+    metrics = accuracy("held-out pictures", "classified correctly as connected or not")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."

@@ -1,4 +1,4 @@
-"""Tasks whose samples have positions of certain groups, and whose models are those of `isopos.models`."""
+"""Tasks whose samples have positions of certain groups, with models from `isopos.models`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

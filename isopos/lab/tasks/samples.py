@@ -86,7 +86,7 @@ def on_line_or_tree(recipe: Recipe, tokens: Sequence[Any], nodes: Callable[[int]
 class Samples(Data):
     """A finite set of samples, scored in batches of similar sizes."""
 
-    sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; those of train make the epochs
+    sizes: Mapping[str, np.ndarray]  # tokens of each sample, by split; epochs consist of the train split
     unit: str = "samples"  # noun for messages
     copies: int = 1  # how often an epoch has a sample; with more than one it has the fewer different ones
     limit: int = 0  # held-out samples scored while training, at most; 0: all
@@ -194,7 +194,7 @@ class Labelled(Samples):
         return Scored({"accuracy": right / count, "nats": nats / count, self.unit: count})
 
     def chance(self, recipe: Recipe) -> tuple[float, int] | None:
-        """The share of the most frequent class, where accuracy ranks."""
+        """The share of the most frequent class if accuracy ranks schemes."""
         if recipe.task.metrics[0].figure != "accuracy":
             return None
         _, counts = np.unique(self.labels("validation")[self.spread("validation", self.limit)], return_counts=True)

@@ -49,7 +49,7 @@ class Forecast(PositionedTask):
     horizon: int = 24  # Number of rows to forecast.
     season: float = 24.0
     """Hours after which the naive forecast repeats values, at the nearest known time; 0: it repeats the last value."""
-    channels: int = 0  # Number of values per row; 0: that of the data.
+    channels: int = 0  # Number of values per row; 0: as in the data.
     validation_rows: int = 0  # Largest number of held-out forecasts that are scored; 0: all.
 
     name = "series"
@@ -91,8 +91,8 @@ class Forecast(PositionedTask):
         on_clock, on_line = _kinds_of(scheme)
         if not on_clock and not on_line:
             raise ValueError(
-                f"schemes: expected positions on a line or a clock, which series have, but {recipe.scheme} takes those of a "
-                f"{scheme.group.noun}"
+                f"schemes: expected positions on a line or a clock, which series have, but {recipe.scheme} takes positions "
+                f"of a {scheme.group.noun}"
             )
         if scheme.max_length is not None and scheme.max_length < self.rows:
             raise ValueError(
@@ -104,7 +104,7 @@ class Forecast(PositionedTask):
             hours = np.arange(self.rows)[None] * float(HOUR)
             model(rows, _positions(recipe, self.positions, hours, hours, 0.0, HOUR))
         numbers = not on_clock and on_line != "real" and self.positions == "time"
-        return [f"{recipe.scheme}: its positions are whole numbers, so it sees those of rows, not times"] * numbers
+        return [f"{recipe.scheme}: its positions are whole numbers, so it sees numbers of rows, not times"] * numbers
 
     def check_sequence_parallel(self, recipe: Recipe) -> None:
         """Rows are cut into shards."""

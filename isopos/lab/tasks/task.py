@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from isopos import catalog
-from isopos.deprecation import renamed
+from isopos.deprecation import former_property, renamed, renamed_argument
 from isopos.lab.runs.files import mismatch
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _earlier_names(cls: type, names: Mapping[str, str]) -> None:
 
 @contextmanager
 def evaluation(model: Any) -> Iterator[None]:
-    """Evaluation mode without gradients; then the mode of before."""
+    """Evaluation mode without gradients; restores the previous mode afterwards."""
     import torch
 
     training = model.training
@@ -128,7 +128,12 @@ class View:
     multiple: int = 1  # length as a multiple of the training length, if samples may have any length
     scored: float = 0.0  # units at the end of each sample that are scored; below 1: their share; 0: all
     limit: int = -1  # largest number of samples or units; 0: all; -1: as in training
-    own: tuple[tuple[str, int], ...] = ()  # options of the task, such as ("shift", 2) of images
+    options: tuple[tuple[str, int], ...] = ()  # options of the task, such as ("shift", 2) of images
+
+    own = former_property("own", "options")
+
+
+View.__init__ = renamed_argument("own", "options")(View.__init__)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Task(ABC):
 
     metrics: ClassVar[tuple[Metric, ...]]
     """The columns of a comparison; the first one ranks, selects the best weights, and ends patience."""
-    name: ClassVar[str] = ""  # key in `TASKS`; a task of your own needs none
+    name: ClassVar[str] = ""  # key in `TASKS`; a custom task needs none
     schemes: ClassVar[str] = "none,rope"  # schemes that are compared by default
     edits: ClassVar[Mapping[str, Any]] = {}  # default changes of the recipe of a comparison, by flat names
     unit: ClassVar[str] = "samples"  # unit of throughputs
@@ -221,7 +226,7 @@ class Task(ABC):
         )
 
     def origin(self, recipe: "Recipe") -> Path | None:
-        """The folder of a finished run for a warm start: its weights are the initial ones, except those of `reinitialised`.
+        """The folder of a finished run for a warm start: its weights are the initial weights, except for `reinitialised`.
 
         Raises:
             ValueError: If there is no such run, or its model is different.
@@ -270,7 +275,7 @@ class Task(ABC):
         return known[name]
 
     def extent(self, view: View, axes: int) -> tuple[float, int] | None:
-        """The length of samples in a view relative to training, along positions with so many axes, and the training length.
+        """The length of samples in a view relative to training, along positions with `axes` axes, and the training length.
 
         None if the length cannot be chosen.
         """
@@ -279,7 +284,7 @@ class Task(ABC):
     def check_view(self, view: View) -> None:
         """Raise a ValueError for the first field of a view that this task does not support."""
         takes, known = ", ".join(self.views).replace("multiple", "length") or "no choice", vars(View())
-        for name, value in [*vars(replace(view, own=())).items(), *view.own]:
+        for name, value in [*vars(replace(view, options=())).items(), *view.options]:
             if value != known.get(name) and name not in self.views:
                 name = name.replace("multiple", "length")
                 raise ValueError(f"{name}: expected none, which samples of this task do not have; it takes {takes}")
@@ -378,7 +383,7 @@ class Training:
     clip: float = 1.0  # Largest norm of the gradient; 0: no clipping.
     precision: Literal["float32", "bfloat16"] = "float32"  # Precision of products; weights and optimizer have float32.
     validate_every: int = 0
-    """Updates between validations, of which the best one selects the weights; 0: validate only the last weights."""
+    """Updates between validations; the best validation selects the weights. 0: validate only the last weights."""
     patience: int = 0  # Stop after this number of validations without improvement; 0: never.
     save_every: int = 20  # Updates between checkpoints; 0: none.
     logger: Literal["none", "csv", "tensorboard"] = "none"  # Logger in addition to metrics.jsonl.
@@ -418,7 +423,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: the model of a task, trained with one scheme. Saved as recipe.json beside the weights.
+    """One run: the model of a task, trained with one scheme. Saved as recipe.json next to the weights.
 
     On the command line, in files and in tables, each field has one flat name, also those of nested parts.
     """
@@ -443,7 +448,7 @@ class Recipe:
         """Raise a ValueError if two fields have one name, or a field has one of these names (options of a command)."""
         names = [*self.names, *others]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"task: expected fields with names of their own, got {', '.join(sorted(twice))}")
+            raise ValueError(f"task: expected fields with distinct names, got {', '.join(sorted(twice))}")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values by flat names; "task" is the name for `find`."""
@@ -488,7 +493,7 @@ class Recipe:
         return replace(self, **top, **parts)
 
     def with_inferred(self, before: "Recipe") -> "Recipe":
-        """The recipe with inferred fields of another recipe where its own are 0."""
+        """The recipe with the inferred fields of another recipe, where they are 0 here."""
         then, now = before.as_dict(), self.as_dict()
         return self.edit(**{name: then[name] for name in self.task.inferred if not now[name] and name in then})
 

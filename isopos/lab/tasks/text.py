@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LabelledTexts", "TextClasses", "TextSamples", "cut_longer"]
 
 SHOWN = 300  # characters of a text in a report
-SPECIAL = 2  # tokens after those of the tokenizer: the separator of two texts, and the class token
+SPECIAL = 2  # tokens added to the tokenizer: the separator of two texts, and the class token
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TextClasses(PositionedTask):
     pair: str = ""  # Column of a second text, to classify pairs.
     label: str = "label"  # Column of the class.
     tokenizer: Literal["bytes", "words", "bpe"] = "bytes"  # Kind of tokens.
-    vocabulary: int = 0  # Largest number of tokens; 0: that of the tokenizer.
-    classes: int = 0  # Number of classes; 0: that of the data.
+    vocabulary: int = 0  # Largest number of tokens; 0: as in the tokenizer.
+    classes: int = 0  # Number of classes; 0: as in the data.
     longest: int = 512  # Largest number of tokens of a sample, or of each of two towers; longer texts are cut.
     pairs: Literal["joined", "towers"] = "joined"  # Two texts as one sequence, or as two with the same weights.
     pooling: Literal["mean", "first"] = "mean"  # Classify the mean of all tokens, or an additional first token.
@@ -105,7 +105,7 @@ class TextSamples(Labelled):
 
     @abstractmethod
     def size(self, kept: np.ndarray) -> np.ndarray:
-        """Number of tokens of samples, of whose texts so many are kept ``[samples each]``."""
+        """Number of tokens of samples, given the numbers of kept tokens of their texts ``[samples each]``."""
 
     @abstractmethod
     def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:

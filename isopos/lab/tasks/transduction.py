@@ -118,7 +118,7 @@ class Transduced(Samples):
         """A decoded target as text."""
 
     def most(self, source: "Tensor", answers: "Tensor") -> int:
-        """Largest number of tokens of a decoded target: by default that of the right answers."""
+        """Largest number of tokens of a decoded target: by default as many as the right answers."""
         return answers.shape[1]
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
@@ -285,7 +285,7 @@ class Sequences(Transduced):
         return max(answers.shape[1], free)
 
     def of_decoded(self, decoded: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-        """With BLEU of texts, in per cent; a word that is not in the vocabulary is never right."""
+        """Metrics of decoded targets, with BLEU of texts in per cent; a word outside the vocabulary is always wrong."""
         figures = super().of_decoded(decoded)
         if self.tokenizer:
             from torchmetrics.functional.text import bleu_score
@@ -309,7 +309,7 @@ class Sequences(Transduced):
             self.tokenizer.save(folder)
 
     def lengths(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        """With the end token of targets."""
+        """Lengths of sources and targets, with the end token of targets."""
         twice = not self.task.data and self.task.operation == "repeat"
         lengths = pairs.lengths if isinstance(pairs, Stored) else [(len(source), len(target)) for source, target in pairs]
         return np.array(lengths, np.int64).reshape(-1, 2) * (1, 1 + twice) + (0, 1)

@@ -29,8 +29,8 @@ __all__ = ["TreeTransduction", "Trees"]
 class TreeTransduction(Transducing):
     """An encoder-decoder of trees.
 
-    The scheme determines whether positions are those of the tree or of a line. The position of a token of the decoder is
-    that of the node it predicts: a token determines its number of children, so the next position is known in both orders.
+    The scheme determines whether positions are nodes of the tree or points of a line. A token of the decoder has the
+    position of the node it predicts: a token determines its number of children, so the next position is known.
     """
 
     data: str = ""
@@ -44,8 +44,8 @@ class TreeTransduction(Transducing):
     depth: int = 4  # Mean depth of random trees.
     deviation: int = 1  # Standard deviation of the depth.
     labels: int = 0  # Number of labels of random trees except c3; 0: 20, for ops 2 to the power of depth, at least 32.
-    vocabulary: int = 0  # Number of tokens; 0: that of the data.
-    branches: int = 0  # Largest number of children of a node; 0: that of the data.
+    vocabulary: int = 0  # Number of tokens; 0: as in the data.
+    branches: int = 0  # Largest number of children of a node; 0: as in the data.
 
     name = "tree-transduction"
     schemes = "sinusoidal:attention=softmax,rope:attention=softmax,shiv-quirk:attention=softmax,ape-tree:attention=softmax"
@@ -125,7 +125,7 @@ class Trees(Transduced):
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Sources ``[b s]``, targets from the start on ``[b t]``, positions of both, mask ``[b s]``, answers ``[b t]``.
 
-        Answers are -1 beyond the end of a target. Positions are those of lines ``[t 1]`` or of trees ``[b t 2]``.
+        Answers are -1 beyond the end of a target. Positions are points of a line ``[t 1]`` or nodes of trees ``[b t 2]``.
         """
         from isopos.lab.tasks.build import group_of
         from isopos.positions import Tree, sequence

@@ -29,7 +29,7 @@ WORDS = "words.json"
 class TreeClasses(PositionedTask):
     """A classifier of trees: nodes in preorder, one token per node.
 
-    The scheme determines whether positions are those of the tree or of a line; the tokens are the same.
+    The scheme determines whether positions are nodes of the tree or points of a line; the tokens are the same.
     """
 
     data: str = ""
@@ -38,9 +38,9 @@ class TreeClasses(PositionedTask):
     column: str = "tree"  # Column of the tree, in tables with names.
     label: str = "label"  # Column of the class, in tables with names.
     inner: bool = False  # Keep the labels of inner nodes below the root, where the root's label is the class.
-    vocabulary: int = 0  # Largest number of tokens; 0: that of the train split.
-    classes: int = 0  # Number of classes; 0: that of the data.
-    branches: int = 0  # Largest number of children of a node; 0: that of the data.
+    vocabulary: int = 0  # Largest number of tokens; 0: as in the train split.
+    classes: int = 0  # Number of classes; 0: as in the data.
+    branches: int = 0  # Largest number of children of a node; 0: as in the data.
     longest: int = 0  # Largest number of nodes: larger trees are dropped; 0: none.
     validation_rows: int = 0  # Largest number of held-out trees that are scored; 0: all.
 
@@ -118,9 +118,9 @@ class LabelledTrees(Labelled):
         dataset, examples = self.dataset, []
         for row, answer, guess in self.guesses(model, recipe, count):
             tokens, nodes = dataset.tree("validation", self.rows["validation"][row])
-            shown = to_text([dataset.words[token] for token in tokens], nodes)
-            shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
-            examples.append({"tree": shown, "class": dataset.classes[answer], "model": dataset.classes[guess]})
+            text = to_text([dataset.words[token] for token in tokens], nodes)
+            text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+            examples.append({"tree": text, "class": dataset.classes[answer], "model": dataset.classes[guess]})
         return examples
 
     def save(self, folder: Path) -> None:

@@ -39,7 +39,7 @@ from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
 from isopos.parallel import Ring
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, whatever the strategy
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, for any strategy
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SMALL_FILES = 1 << 20  # bytes of results, examples and metrics
 LIGHTNING_WARNINGS = (".*does not have many workers", ".*LeafSpec.* is deprecated")
@@ -163,7 +163,7 @@ class _Training(LightningModule):
                 for weight, moments in self._optimizer.state.items():
                     if not weight.shape == moments["exp_avg"].shape == moments["exp_avg_sq"].shape:
                         raise ValueError("expected averages of gradients of the shapes of the weights")
-            except Exception as error:  # whatever PyTorch raises for another run's checkpoint
+            except Exception as error:  # PyTorch raises various types for the checkpoint of another run
                 last = checkpoints.newest(self.folder)
                 damaged(last.folder if last else self.folder, error, "remove it, and --resume goes on from the one before")
 
@@ -383,7 +383,7 @@ def _strategy(t: Training) -> Any:
 
 
 def _environment() -> list[Any]:
-    """SLURM's plugin, if it starts the processes, without requeueing, which would write its own checkpoints."""
+    """SLURM's plugin, if it starts the processes, without requeueing, which would write other checkpoints."""
     slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
     return [SLURMEnvironment(auto_requeue=False)] if slurm else []
 

@@ -4,19 +4,18 @@ One primitive carries everything:
 
     total_i = sum_j <q_i, k_j> exp(g_i - g_j) v_j
 
-A denominator is the same sum with v = 1, of the same features ("encoded") or of others ("plain"). q, k ``[*b h t d]`` are
-features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not increase along
-tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay weighs both directions, exp(-|g_i - g_j|): the
-causal sum, and one over j > i that scans from the last token to the first. The specification is the definition in
-`isopos.attention.reference`; the fast sums scan over chunks and are tested against it.
+A denominator is the same sum with v = 1, of the same features ("encoded") or of unrotated ones ("plain"). q, k
+``[*b h t d]`` are features, v ``[*b h t e]`` values, g a pair of float64 log decays ``[*b h t]`` (queries, keys) that do not
+increase along tokens. Causal sums run over j <= i. Otherwise they run over all j and a decay weighs both directions,
+exp(-|g_i - g_j|): the causal sum, and one over j > i that scans from the last token to the first. The specification is the
+definition in `isopos.attention.reference`; the fast sums scan over chunks and are tested against it.
 
-The words. Inputs are q, k and v as they come; their *features* are phi of them, then a map of positions (`Features` says
-which, as data). A *mask* says which keys take part. The *log decay* g weighs the past. The *denominator* is what sums are
-divided by. A *chunk* is some tokens whose weights are formed explicitly; a *chunk group* is a few of them, of a few heads,
-that go through one operation; a *scan* visits the groups of some heads (a `Slices`). A *state* is the sum of k v^T over the
-tokens before. *Buffers* are memory that is used again. A *stream* is a sequence that comes in pieces, a *step* one token of
-it. `Sums` is a problem, checked and complete; a *backend* serves it or says why not, and one with passes of its own is a
-*kernel*.
+Glossary. *Features* of the inputs q, k and v are phi followed by a map of positions (`Features`); *unrotated* features are
+phi alone. A *mask* tells which keys take part. The *log decay* g weighs the past. The *denominator* divides sums. A *chunk*
+is a few tokens whose weights are formed explicitly; a *chunk group* is a few chunks of a few heads that go through one
+operation; a *scan* visits the groups of some heads (a `Slices`). A *state* is the sum of k v^T over past tokens. *Buffers*
+are reused memory. A *stream* is a sequence that arrives in pieces, a *step* one token of it. `Sums` is a checked, complete
+problem; a *backend* serves it or returns the reason why not; a *kernel* is a backend with a forward and a backward pass.
 """
 
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from isopos.ops.linear.autograd import Backend, chosen
+from isopos.ops.linear.containment import contained
 from isopos.ops.linear.division import Clamped, divide, divide_complex
 from isopos.ops.linear.features import Past, Sums
 from isopos.ops.linear.graph import GRAPH
-from isopos.ops.linear.isolation import isolated
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.triton_step import STEP
 from isopos.ops.linear.window import windowed
@@ -40,7 +39,7 @@ BACKENDS: tuple[Backend, ...] = (*KERNELS, STEP, GRAPH)
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a problem, and why those that were asked before it do not."""
+    """The backend that serves a problem, and the reasons why backends before it do not."""
 
     backend: str
     refusals: dict[str, str]
@@ -51,7 +50,7 @@ class Explanation:
 
 
 def explain(sums: Sums) -> Explanation:
-    """Which backend serves a problem; `isopos.attention.explain` asks with the arguments of `linear_attention`.
+    """The backend that serves a problem. `isopos.attention.explain` takes the arguments of `linear_attention` instead.
 
     Examples:
         >>> import torch
@@ -74,11 +73,11 @@ def linear(sums: Sums) -> Tensor:
     """The sums ``[*b h t e]``, or ``[*b h t e+1]`` with a column, in `Sums.dtype`. Differentiable once."""
     if sums.q.ndim == 3:
         return linear(sums.lifted())[0]
-    return isolated(sums, stream(sums)[0], lambda clean: stream(clean)[0])
+    return contained(sums, stream(sums)[0], lambda clean: stream(clean)[0])
 
 
 def stream(sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`linear` of the next tokens of a stream, and its sums after them."""
+    """Sums for the next tokens of a stream, as `linear` returns them, and the sums of k v^T after them."""
     backend = chosen(BACKENDS, sums)
     assert backend is not None  # the last one serves everything
     return backend.run(sums)

@@ -1,4 +1,4 @@
-"""Backends, and the one function of PyTorch's graph that runs those with a backward pass of their own."""
+"""Backends, and the autograd function that runs backends with a custom backward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from isopos.ops.linear.features import Sums
 
 
 class Backend(ABC):
-    """What computes sums. The first that serves a problem gets it; what it does not know it refuses."""
+    """Base class of implementations of the sums. The first one that serves a problem runs it."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def serves(self, sums: Sums) -> str:
-        """Why it does not serve a problem, in a sentence that follows its name and a colon; "" where it does."""
+        """Why it does not serve a problem, as a sentence that follows its name and a colon; "" if it does."""
 
     @abstractmethod
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Sums ``[*b h t e]``, with a graph; and for a stream its sums after these tokens.
+        """Sums ``[*b h t e]``, with a graph, and the sums of a stream after these tokens.
 
-        They are in `Sums.dtype`, or in the dtype of all inputs where nothing is left to divide.
+        They are in `Sums.dtype`, or in the common dtype of all inputs if no division remains.
         """
 
 
@@ -36,7 +36,7 @@ Choice = TypeVar("Choice", bound=Backend)
 
 
 def chosen(backends: Sequence[Choice], sums: Sums) -> Choice | None:
-    """The first backend that serves a problem; it is told, once, where a kernel would that is not installed."""
+    """The first backend that serves a problem. Warns once if an absent compiled kernel would have served it."""
     for backend in backends:
         if not (why := backend.serves(sums)):
             return backend
@@ -45,18 +45,18 @@ def chosen(backends: Sequence[Choice], sums: Sums) -> Choice | None:
 
 
 class Kernel(Backend, ABC):
-    """A backend with a forward and a backward pass without a graph, which together are differentiable once.
+    """A backend with a forward and a backward pass without a graph, differentiable once.
 
-    Both passes take what needs a gradient, by place in `operands`; gradients are in the same order.
+    Both passes take flags for the operands that need a gradient, in the order of `operands`; gradients have the same order.
     """
 
     @abstractmethod
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
-        """The sums, of a stream with those after it, and what the backward pass needs of them, if it will come."""
+        """The sums (of a stream with the sums after it) and the tensors to save if a backward pass will follow."""
 
     @abstractmethod
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of all operands, from that of the sums, of a stream with those of the sums after it."""
+        """Gradients of all operands, given the gradient of the sums (of a stream with gradients of the sums after it)."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         found: Any
@@ -73,35 +73,35 @@ class Kernel(Backend, ABC):
 
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
     """q, k, v, both log decays or None, the tensors of the features, and the sums of a stream."""
-    more = *(tensor for own in sums.features for tensor in own.tensors), *(() if sums.stream is None else sums.stream.sums)
+    more = *(tensor for each in sums.features for tensor in each.tensors), *(() if sums.stream is None else sums.stream.sums)
     return *sums.inputs, *(sums.g or (None, None)), *more
 
 
 def needs(sums: Sums) -> list[bool]:
-    """Which operands need a gradient."""
+    """Whether each operand needs a gradient."""
     grads = torch.is_grad_enabled()
     return [grads and x is not None and x.requires_grad for x in operands(sums)]
 
 
 def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:
-    """The problem with other tensors, as `operands` has them."""
+    """The problem with other tensors, in the order of `operands`."""
     (q, k, v, g_q, g_k), rest = given[:5], iter(given[5:])
-    features = tuple(own.replace([next(rest) for _ in own.tensors]) for own in sums.features)
+    features = tuple(each.replace([next(rest) for _ in each.tensors]) for each in sums.features)
     stream = None if sums.stream is None else replace(sums.stream, sums=tuple(rest))
     return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features, stream=stream)
 
 
 def refusal(sums: Sums, *, streams: bool = False) -> str:
-    """Why no kernel serves a problem, or "". With `streams` for one that takes and returns their sums."""
+    """Why no kernel serves a problem, or "". With `streams`, for a kernel that takes and returns sums of streams."""
     if torch.compiler.is_compiling():
         return "a compiler cannot trace a backward pass that is no graph"
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
     if any(isinstance(x, FakeTensor) for x in sums.inputs):
-        return "a FakeTensor has no numbers, by which it decides"
+        return "a FakeTensor has no numbers, which it needs"
     if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"
-    if unnamed := [own.phi for own in sums.features if not isinstance(own.phi, FeatureMap)]:
+    if unnamed := [each.phi for each in sums.features if not isinstance(each.phi, FeatureMap)]:
         return f"{type(unnamed[0]).__name__} is no FeatureMap and may hold parameters, which another pass would not see"
     if (sums.causal or sums.g is not None) and sums.q.shape[-2] != sums.k.shape[-2]:
         return f"causal and decaying sums have as many queries as keys, here {sums.q.shape[-2]} and {sums.k.shape[-2]}"
@@ -111,21 +111,21 @@ def refusal(sums: Sums, *, streams: bool = False) -> str:
 
 
 def refuses_step(sums: Sums) -> str:
-    """Why a problem is no step that writes sums without a graph, or "": one token of a stream, after others."""
+    """Why a problem is not one later token of a stream without a graph, whose step may write sums in place, or ""."""
     stream = sums.stream
     if stream is None or sums.q.shape[-2] > 1 or not stream.sums:
         return "a step is one token after others"
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in sums.tensors)):
         return "a step has no gradients, and no compiler traces it"
     if sums.denominator == "column":
-        return "a step divides at once"
+        return "a step always divides"
     if sums.g is not None and (sums.g[0] is not sums.g[1] or stream.before is None):
         return "a step has one log decay, and another before it"
     return ""
 
 
 class _Differentiable(torch.autograd.Function):
-    """A kernel's sums. It saves the operands and what the kernel asks for."""
+    """The sums of a kernel. Saves the operands and the tensors that the kernel returns."""
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Any:
@@ -136,7 +136,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*given, *saved)
         none = torch.empty(0)
         ctx.kernel, ctx.count = kernel, len(given)
-        ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks of saved tensors may move what is large
+        ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks may move large saved tensors
         return out
 
     @staticmethod
@@ -148,6 +148,6 @@ class _Differentiable(torch.autograd.Function):
             raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
         with full_precision(sums.q.device):
             grad = grads[0] if sums.stream is None else grads
-            own = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways
-            found = ctx.kernel.backward(sums, own, grad, ctx.needs_input_grad[2:])
+            kept = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways
+            found = ctx.kernel.backward(sums, kept, grad, ctx.needs_input_grad[2:])
         return None, None, *found

@@ -1,11 +1,11 @@
-"""Sums chunk by chunk with PyTorch's operations: a few chunks of tokens of a few heads, whose buffers stay in the cache.
+"""Sums chunk by chunk with PyTorch's operations, a few chunks of a few heads at a time, whose buffers stay in the cache.
 
-For the tokens j of a query's own chunk weights are formed, those before it are summed up in a state:
+Weights are formed explicitly inside a chunk; tokens before the chunk are summed up in a state:
 
     total_i = sum_{j in chunk, j <= i} <q_i, k_j> exp(g_i - g_j) v_j + q_i^T (sum_{j before chunk} exp(g_i - g_j) k_j v_j^T)
 
-The backward pass scans back, makes features again and saves one state a chunk group. All chunks of a group go through one
-batched product at a time, into buffers that the next group uses again; only the states run from chunk to chunk.
+The backward pass scans in reverse and computes features again; one state per chunk group is saved. All chunks of a group go
+through batched products together, into buffers that the next group reuses; only states are carried from chunk to chunk.
 """
 
 import math
@@ -25,12 +25,12 @@ from isopos.ops.linear.scan import Groups, Layout, Operand, OutputGradient, Plan
 
 
 def _back(rows: Tensor) -> Tensor:
-    """Sums of rows ``[n c d]`` over the tokens from each on."""
+    """Sums of rows ``[n c d]`` over each token and all later ones."""
     return rows.flip(1).cumsum(1).flip(1)
 
 
 class Weights(ABC):
-    """The weights of a chunk group: inside its chunks, and between a chunk and the state that comes before it.
+    """The weights of a chunk group: inside its chunks, and between a chunk and the state before it.
 
     A `reverse` scan goes from the last token to the first and leaves out the diagonal.
     """
@@ -44,11 +44,11 @@ class Weights(ABC):
 
     @abstractmethod
     def fade(self, rows: Tensor, name: str) -> Tensor:
-        """Multiply rows in place by the weights `before` or `after`: from the last chunk, or to this one's end."""
+        """Multiply rows in place by weights: `before` (from the end of the last chunk), `after` (to the end of this one)."""
 
     @abstractmethod
     def faded(self, rows: Tensor, name: str, out: Tensor | None) -> Tensor:
-        """`fade` of a copy."""
+        """A copy of rows after `fade`."""
 
     @abstractmethod
     def add(self, rows: Tensor, name: str, x: Tensor, sign: int) -> Tensor:
@@ -56,22 +56,22 @@ class Weights(ABC):
 
     @abstractmethod
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
-        """A state ``[*b h . .]`` after all chunks; what it is before each comes `into` ``[n . .]``.
+        """The state ``[*b h . .]`` after all chunks; writes the states before each chunk to `into` ``[n . .]``.
 
-        `added` ``[n . .]`` is what each chunk adds. With `back` the scan goes the other way.
+        `added` ``[n . .]`` is the sum over each chunk. With `back` the scan goes in the other direction.
         """
 
     @abstractmethod
     def prefix(self, rows: Tensor) -> Tensor:
-        """Sums of rows ``[n c d]`` over the tokens of their chunk that a token sees, weighted."""
+        """Weighted sums of rows ``[n c d]`` over the tokens of the chunk that each token sees."""
 
     @abstractmethod
     def suffix(self, rows: Tensor) -> Tensor:
-        """The same over the tokens that see a token. A total less a prefix would lose digits."""
+        """The same over the tokens that see each token. A total minus a prefix would lose digits."""
 
 
 class Even(Weights):
-    """Weights without decay: one for what a query sees, zero for the rest."""
+    """Weights without decay: one for keys that a query sees, zero for others."""
 
     def __init__(self, layout: Layout, reverse: bool, like: Tensor):
         super().__init__(layout, reverse)
@@ -108,13 +108,13 @@ class Even(Weights):
 
 
 class Fading(Weights):
-    """Weights exp(g_i - g_j): `inside` chunks, from `before` one to its tokens, from them to its end (`after`), `across` it.
+    """Weights exp(g_i - g_j): `inside` chunks, from the token `before` a chunk, to its end (`after`), and `across` it.
 
     Every exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
     """
 
     def __init__(self, layout: Layout, reverse: bool, like: Tensor, g: Sequence[Tensor]):
-        """g holds log decays of queries and keys ``[*b h t]`` of the group, less that of the last token before it."""
+        """g: log decays of queries and keys ``[*b h t]`` of the group, minus the log decay of the token before it."""
         super().__init__(layout, reverse)
         self.g, dtype = g, like.dtype
         query, key = (x.unflatten(-1, (-1, layout.chunk)) for x in g)
@@ -135,7 +135,7 @@ class Fading(Weights):
         )
 
     def serves(self, g: Sequence[Tensor]) -> bool:
-        """Whether another group has these weights, too; only on a CPU, where looking costs less than computing."""
+        """Whether another group has equal weights. Only checked on a CPU, where comparing costs less than computing."""
         if self.g[0].device.type != "cpu" or g[0].shape != self.g[0].shape:
             return False
         close = torch.finfo(self.inside.dtype).eps / 1024
@@ -170,24 +170,24 @@ class Fading(Weights):
         return torch.addcmul(added, into, self.across.select(-2, last).unsqueeze(-1))
 
     def prefix(self, rows: Tensor) -> Tensor:
-        return self._wide() @ rows
+        return self._full() @ rows
 
     def suffix(self, rows: Tensor) -> Tensor:
-        return self._wide().mT @ rows
+        return self._full().mT @ rows
 
-    def _wide(self) -> Tensor:
+    def _full(self) -> Tensor:
         shape = (*self.layout.leading, self.layout.count, self.layout.chunk, self.layout.chunk)
         return self.inside.expand(shape).reshape(-1, *shape[-2:])
 
 
 @dataclass(eq=False)
-class ChunkWalk(Scan):
-    """Causal sums forward, and those over later tokens in reverse."""
+class ChunkScan(Scan):
+    """Causal sums, or with `reverse` sums over later tokens."""
 
     weights: dict[Layout, list[Weights]] = field(default_factory=dict)
 
     def _weights(self, span: Span) -> Weights:
-        """Those of a group, or of one before that had the same: steady decays, and none at all inside packed sequences."""
+        """Weights of a group, reused from an earlier group with equal decays, as constant decays have."""
         layout = Layout(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
         like = self.operands[0].x.new_empty(0, dtype=self.buffers.dtype)
         if layout not in self.weights:
@@ -199,17 +199,17 @@ class ChunkWalk(Scan):
         border = min(span.stop, g[1].shape[-1] - 1) if self.reverse else max(span.start - 1, 0)
         outside = g[1][..., border : border + 1]
         keys = sign * (g[1][..., span.start : span.stop] - outside)
-        own = (keys if g[0] is g[1] else sign * (g[0][..., span.start : span.stop] - outside), keys)
-        if keys.device.type == "cpu" and not any(x.any() for x in own):
+        decays = (keys if g[0] is g[1] else sign * (g[0][..., span.start : span.stop] - outside), keys)
+        if keys.device.type == "cpu" and not any(x.any() for x in decays):
             return known[0]
         for weights in known[1:]:
-            if cast(Fading, weights).serves(own):
+            if cast(Fading, weights).serves(decays):
                 return weights
-        self.weights[layout] = [known[0], Fading(layout, self.reverse, like, own), *known[1:2]]
+        self.weights[layout] = [known[0], Fading(layout, self.reverse, like, decays), *known[1:2]]
         return self.weights[layout][1]
 
     def _read(self, n: int) -> tuple[Weights, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Weights and rows of queries, keys and values; two of queries and keys where the denominator has its own."""
+        """Weights, and rows of queries, keys and values; two for queries and keys if the denominator is unrotated."""
         span = self.plan.spans[n]
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
         return self._weights(span), tuple(q), tuple(k), v
@@ -219,8 +219,9 @@ class ChunkWalk(Scan):
         for n in self.order:
             weights, q, k, v = self._read(n)
             before = states or self._empty(k[0].shape[-1], v.shape[-1], k[-1].shape[-1])
-            total, own, states = self._sums(weights, q, k, v, before)
-            yield n, weights.layout.tokens(total), None if own is None else weights.layout.tokens(own), before
+            total, denominator, states = self._sums(weights, q, k, v, before)
+            denominator = None if denominator is None else weights.layout.tokens(denominator)
+            yield n, weights.layout.tokens(total), denominator, before
 
     def _sums(
         self, weights: Weights, q, k, v: Tensor, states: Sequence[Tensor]
@@ -244,13 +245,13 @@ class ChunkWalk(Scan):
         return total, denominator, [state, after]
 
     def _states(self, weights: Weights, faded: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of k v^T before each chunk ``[n d e]``, and after the group."""
+        """Sums of k v^T before each chunk ``[n d e]``, and after the group ``[*b h d e]``."""
         shape = (len(v), faded.shape[-1], v.shape[-1])
         before = self.buffers("before", *shape)
         return before, weights.carry(state, torch.bmm(faded.mT, v, out=self.buffers("added", *shape)), before)
 
     def _rows(self, weights: Weights, rows: Tensor, state: Tensor, *, back: bool = False) -> tuple[Tensor, Tensor]:
-        """The sums of rows before each chunk ``[*b h n 1 d]``, and after the group; with `back` the other way."""
+        """Sums of rows before each chunk ``[*b h n 1 d]``, and after the group; with `back` in the other direction."""
         added = rows.sum(1, keepdim=True)
         before = torch.empty_like(added)
         after = weights.carry(state, added, before, back=back)
@@ -262,22 +263,24 @@ class ChunkWalk(Scan):
         for n, before in zip(reversed(self.order), reversed(states), strict=True):
             here = slice(*self.plan.spans[n][:2])
             weights, q, k, v = self._read(n)
-            grad, less = grad_output.rows(n, weights.layout, v.shape[-1], self.buffers)
-            grads, after = self._sums_backward(weights, q, k, v, before, grad, less, after)
+            grad, neg_grad = grad_output.rows(n, weights.layout, v.shape[-1], self.buffers)
+            grads, after = self._sums_backward(weights, q, k, v, before, grad, neg_grad, after)
             for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
                 scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
                 sign = -1 if bool(m) != self.reverse else 1
                 whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0].to(whole.device), alpha=sign)
             for operand, rows in zip(self.operands, grads, strict=True):
-                operand.pull(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
+                operand.vjp(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
 
-    def _sums_backward(self, weights: Weights, q, k, v, states, grad: Tensor, less: Tensor | None, afters: Sequence[Tensor]):
-        """Gradients of q, k and v, and of the states before the group, from those of the states after it (`afters`)."""
+    def _sums_backward(
+        self, weights: Weights, q, k, v, states, grad: Tensor, neg_grad: Tensor | None, afters: Sequence[Tensor]
+    ):
+        """Gradients of q, k, v and the states before the group, given gradients of the states after it (`afters`)."""
         buffers, (n, c, _), d = self.buffers, v.shape, k[0].shape[-1]
         shared = len(k) == 1
         scores = weights.weigh(torch.bmm(q[0], k[0].mT, out=buffers("scores", n, c, c)))
         grad_scores = torch.bmm(grad, v.mT, out=buffers("grad scores", n, c, c))
-        weights.weigh(grad_scores.sub_(less) if shared and less is not None else grad_scores)
+        weights.weigh(grad_scores.sub_(neg_grad) if shared and neg_grad is not None else grad_scores)
         faded = weights.faded(k[0], "after", buffers("faded", *k[0].shape))
         before, _ = self._states(weights, faded, v, states[0])
         grad_faded = weights.faded(grad, "before", buffers("grad faded", *grad.shape))
@@ -287,22 +290,22 @@ class ChunkWalk(Scan):
         dq = torch.bmm(grad_faded, before.mT, out=buffers("dq", n, c, d)).baddbmm_(grad_scores, k[0])
         dk = weights.fade(torch.bmm(v, after.mT, out=buffers("dk", n, c, d)), "after").baddbmm_(grad_scores.mT, q[0])
         dv = torch.bmm(faded, after, out=buffers("dv", *v.shape)).baddbmm_(scores.mT, grad)
-        if less is None:
+        if neg_grad is None:
             return ((dq,), (dk,), (dv,)), prefixes
         keys, _ = self._rows(weights, faded if shared else weights.faded(k[1], "after", None), states[1])
-        product, faded_less = buffers("product", *q[-1].shape), weights.faded(less, "before", None)
-        later, before_keys = self._rows(weights, torch.mul(q[-1], faded_less, out=product), afters[1], back=True)
+        product, faded_neg_grad = buffers("product", *q[-1].shape), weights.faded(neg_grad, "before", None)
+        later, before_keys = self._rows(weights, torch.mul(q[-1], faded_neg_grad, out=product), afters[1], back=True)
         prefixes.append(before_keys)
         if shared:
-            weights.layout.apart(dq).addcmul_(weights.layout.apart(faded_less), keys, value=-1)
+            weights.layout.apart(dq).addcmul_(weights.layout.apart(faded_neg_grad), keys, value=-1)
             return ((dq,), (weights.add(dk, "after", later, -1),), (dv,)), prefixes
-        seen, more = weights.add(weights.prefix(k[1]), "before", keys, 1), -less
-        dk_own = weights.suffix(torch.mul(q[1], more, out=product))
-        return ((dq, seen.mul_(more)), (dk, weights.add(dk_own, "after", later, -1)), (dv,)), prefixes
+        seen, more = weights.add(weights.prefix(k[1]), "before", keys, 1), -neg_grad
+        dk_unrotated = weights.suffix(torch.mul(q[1], more, out=product))
+        return ((dq, seen.mul_(more)), (dk, weights.add(dk_unrotated, "after", later, -1)), (dv,)), prefixes
 
 
 class Whole(Scan):
-    """Sums over every key without decay: two products, group by group, with one state."""
+    """Sums over all keys without decay: two products per group, with one state."""
 
     @property
     def states(self) -> int:
@@ -315,8 +318,8 @@ class Whole(Scan):
         states: list[Tensor] = []
         for n, span in enumerate(self.of_keys.spans):
             k, (v,) = (operand.read(n, span) for operand in self.operands[1:])
-            own = [k[0].mT @ v] + [k[-1].sum(-2, keepdim=True)] * self.denominator
-            states = [state.add_(x) for state, x in zip(states, own, strict=True)] if states else own
+            sums = [k[0].mT @ v] + [k[-1].sum(-2, keepdim=True)] * self.denominator
+            states = [state.add_(x) for state, x in zip(states, sums, strict=True)] if states else sums
         for n, span in enumerate(self.plan.spans):
             q = self.operands[0].read(n, span)
             denominator = (q[-1] * states[1]).sum(-1, keepdim=True) if self.denominator else None
@@ -329,25 +332,25 @@ class Whole(Scan):
         for n, span in enumerate(self.plan.spans):
             q = queries.read(n, span)
             layout = Layout(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
-            rows, less = grad_output.rows(n, layout, sums[0].shape[-1], self.buffers)
+            rows, neg_grad = grad_output.rows(n, layout, sums[0].shape[-1], self.buffers)
             grad = layout.tokens(rows)
             grads[0].add_(q[0].mT @ grad)
             dq = [grad @ sums[0].mT]
-            if less is not None:
-                denominator = layout.tokens(less)
+            if neg_grad is not None:
+                denominator = layout.tokens(neg_grad)
                 grads[1].sub_((q[-1] * denominator).sum(-2, keepdim=True))
-                own = denominator * sums[1]
-                dq = [dq[0].sub_(own)] if len(q) == 1 else [dq[0], own.neg_()]
-            queries.pull(n, span, dq)
+                product = denominator * sums[1]
+                dq = [dq[0].sub_(product)] if len(q) == 1 else [dq[0], product.neg_()]
+            queries.vjp(n, span, dq)
         for n, span in enumerate(self.of_keys.spans):
             k, (v,) = keys.read(n, span), values.read(n, span)
             dk, dv, of_keys = v @ grads[0].mT, k[0] @ grads[0], [x.expand(k[-1].shape) for x in grads[1:]]
-            keys.pull(n, span, [dk.add_(of_keys[0])] if of_keys and len(k) == 1 else [dk, *(x.clone() for x in of_keys)])
-            values.pull(n, span, [dv])
+            keys.vjp(n, span, [dk.add_(of_keys[0])] if of_keys and len(k) == 1 else [dk, *(x.clone() for x in of_keys)])
+            values.vjp(n, span, [dv])
 
 
 class Chunks(ScanKernel):
-    """PyTorch's operations, chunk by chunk: any device, any floating dtype."""
+    """PyTorch's operations, chunk by chunk, on any device and in any floating dtype."""
 
     name = "chunks"
 
@@ -359,7 +362,7 @@ class Chunks(ScanKernel):
         if not sums.causal and g is None:
             return [Whole(operands, plan, None, buffers, denominator)]
         directions = (False,) if sums.causal else (False, True)
-        return [ChunkWalk(operands, plan, g, buffers, denominator, reverse) for reverse in directions]
+        return [ChunkScan(operands, plan, g, buffers, denominator, reverse) for reverse in directions]
 
 
 CHUNKS = Chunks()

@@ -1,7 +1,7 @@
-"""The compiled sums of the C kernel, on a CPU: features, positions, decay, float32 sums and division of a chunk in one go.
+"""The C kernel on a CPU: features, positions, decay, float32 sums and division of a chunk in one pass.
 
-Features in closed form are made on the way, with gradients of tables that are learned. Those of `ROWS`, of opaque maps and
-of learned normals are made by PyTorch and read as they are.
+The kernel computes features in closed form, and gradients of learned tables. PyTorch computes features of `ROWS`, of opaque
+maps and of learned normals beforehand.
 """
 
 import ctypes
@@ -25,23 +25,23 @@ from isopos.ops.linear.scan import CHUNK, Groups, Operand, OutputGradient, Plan,
 from isopos.ops.slices import Slices
 
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
-ROWS = ("favor",)  # feature maps that the C kernel does not know, but whose features it sums up
+ROWS = ("favor",)  # feature maps whose features PyTorch computes and the C kernel sums up
 ONE = slice(0, 1)
 
 
 class Closed(NamedTuple):
-    """Features as the C kernel makes them: phi, a reflection, then a table. All is float32 but an index."""
+    """Features that the C kernel computes: phi, a reflection, then a table. All tensors are float32 except an index."""
 
     phi: int
     kind: str  # of the table
     table: Tensor | None
     normal: Tensor | None
     mask: Tensor | None
-    own: bool
+    unrotated: bool
 
     @classmethod
     def of(cls, features: Features, x: Tensor) -> "Closed | None":
-        """What makes features of x, if the C kernel knows it and its widths fit; PyTorch says what is wrong with others."""
+        """The closed form of features of x; None if the C kernel lacks it or widths do not fit, which PyTorch reports."""
         phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
         if phi is None or (closed := features.closed()) is None:
             return None
@@ -55,15 +55,15 @@ class Closed(NamedTuple):
             width = (2 if kind == "rotation" else 1) * tensor.shape[-2 if pairs else -1]
             if width != x.shape[-1] or tensor.dtype != (torch.uint8 if kind == "gather" else torch.float32):
                 return None
-        return cls(phi, last, table, normal, features.mask, features.own)
+        return cls(phi, last, table, normal, features.mask, features.unrotated)
 
     @property
     def doubled(self) -> int:
-        """How many features it makes of one."""
+        """Output features per input feature."""
         return 2 if self.kind == "lift" else 1
 
     def describe(self, part: Input, x: Tensor) -> tuple[int, list[Tensor]]:
-        """Say in `part` what makes features of x; their number up to whole vectors, and the tensors that must live on."""
+        """Fill `part` for features of x; returns their number in whole vectors, and tensors that must stay alive."""
         x = flat(x)
         part.x, part.type, part.numbers, part.width = view(x), TYPES[x.dtype], x.shape[-1], whole(x.shape[-1])
         part.phi, part.kind = self.phi, KIND[self.kind]
@@ -81,38 +81,38 @@ class Closed(NamedTuple):
 
 
 def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
-    """What makes the features of operands, of all their tokens."""
+    """Closed forms of the features of operands, over all tokens."""
     described = ((operand.described(), operand.x) for operand in operands)
-    return [None if own is None else Closed.of(own, x) for own, x in described]
+    return [None if features is None else Closed.of(features, x) for features, x in described]
 
 
 def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
-    """How features of x lie, in so many runs of so many numbers; and the widths that the C kernel meets."""
+    """(number, length) of contiguous runs of features of x in memory, and the widths that the C kernel reads."""
     if known is not None:
         return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
     if features.ready(x):
         return (1, x.shape[-1]), [x.shape[-1]]
-    place = Slices((ONE,) * (x.ndim - 3), ONE, ONE)
+    token = Slices((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
-        found = [rows.shape[-1] for rows in features.part(place)(place.of(x, -3, -2))]
+        found = [rows.shape[-1] for rows in features.part(token)(token.of(x, -3, -2))]
     return (1, found[0]), found
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Rows ``[*b h t .]`` with zeros up to whole vectors."""
+    """Rows ``[*b h t .]``, padded with zeros to whole vectors."""
     more = whole(rows.shape[-1]) - rows.shape[-1]
     return F.pad(rows, (0, more)) if more else rows
 
 
 class Pass:
-    """Some tokens of the heads of a scan, described for the library. Tensors that it points to live as long as it does.
+    """One chunk group of a scan as a call of the library. It keeps the tensors alive that the call points to.
 
     Attributes:
-        shapes: Of the states after each of its groups of chunks: of keys and values, and of what a denominator sums up. Of
-            one state, where that is of all keys.
+        shapes: Shapes of the saved states: sums of k v^T, and sums of keys for a denominator. One state if sums are over all
+            keys, otherwise one per group of chunks.
     """
 
-    def __init__(self, scan: "CpuWalk", n: int):
+    def __init__(self, scan: "CpuScan", n: int):
         self.operands, self.n, self.span, buffers = scan.operands, n, scan.plan.spans[n], scan.buffers
         self.spans, self.all_keys = (self.span, *[scan.of_keys.spans[n]] * 2), scan.all_keys
         operands, denominator = self.operands, scan.denominator
@@ -127,12 +127,14 @@ class Pass:
         self.rows: list[Sequence[Tensor] | None] = []
         closed = scan.notes["closed"] if scan.plan.whole else [None] * len(operands)
         widths = [self._operand(*each) for each in zip(operands, self._parts(), self.spans, closed, strict=True)]
-        _, (size.d, size.own), (size.e, _) = widths
+        _, (size.d, size.unrotated), (size.e, _) = widths
         lib = library.libraries()[0][library.lanes()]
-        self.library, groups, own = lib, 1 if self.all_keys else lib.isopos_groups(length), size.own or size.d
+        self.library, groups = lib, 1 if self.all_keys else lib.isopos_groups(length)
+        row = size.unrotated or size.d
         split.parts = self._parts_of_all() if self.all_keys else min(groups, -(-split.threads // heads))
-        self.shapes = [(groups, size.d, size.e), *[(groups, 1, own)] * denominator]
-        split.scratch_size, split.total_size = lib.isopos_scratch_size(size.d, size.e, size.own), size.d * size.e + own + 1
+        self.shapes = [(groups, size.d, size.e), *[(groups, 1, row)] * denominator]
+        split.scratch_size = lib.isopos_scratch_size(size.d, size.e, size.unrotated)
+        split.total_size = size.d * size.e + row + 1
         split.scratch = buffers("cpu scratch", split.threads, split.scratch_size).data_ptr()
         if split.parts > 1:
             split.totals = buffers("cpu totals", heads, split.parts, split.total_size).data_ptr()
@@ -141,7 +143,7 @@ class Pass:
         return self.call.q, self.call.k, self.call.v
 
     def _parts_of_all(self) -> int:
-        """Parts of a head, which cost a sum of states: where heads do not suffice, some for each thread, and as many."""
+        """Parts per head: one if heads suffice for all threads, otherwise equally many for each thread."""
         size, threads = self.call.size, self.call.split.threads
         heads, chunks = size.all, -(-max(size.length, size.keys) // CHUNK)
         if heads % threads == 0 or heads >= 4 * threads:
@@ -150,30 +152,30 @@ class Pass:
         return min(chunks, even * -(-4 * threads // (heads * even)))
 
     def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
-        """Describe an operand; its width, and that of its own features or 0."""
+        """Describe an operand in `part`; returns the widths of its features and of its unrotated features (or 0)."""
         x = operand.xs[self.n]
         if closed is None:
             features = operand.described(span)
             closed = None if features is None else Closed.of(features, x)
         if closed is None:
-            given = operand.read(self.n, span)
-            rows = [flat(_padded(x.resolve_neg())) for x in given]
-            self.rows.append(given)
+            features = operand.read(self.n, span)
+            rows = [flat(_padded(x.resolve_neg())) for x in features]
+            self.rows.append(features)
             self.alive += rows
             part.x, part.numbers, part.width = view(rows[0]), rows[0].shape[-1], rows[0].shape[-1]
-            own = 0
+            unrotated = 0
             for x in rows[1:]:
-                part.own, own = view(x), x.shape[-1]
-            return part.width, own
+                part.unrotated, unrotated = view(x), x.shape[-1]
+            return part.width, unrotated
         self.rows.append(None)
         out, alive = closed.describe(part, x)
         self.alive += alive
-        return out, part.width if closed.own else 0
+        return out, part.width if closed.unrotated else 0
 
     def _prepare(self, g: Decays, states: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         call = self.call
         if g is not None:
-            decays = [x[..., None] for x in g]  # of all tokens: the one before counts, too
+            decays = [x[..., None] for x in g]  # of all tokens, since the token before the group is read, too
             self.alive += decays
             call.decay = Decay(*(view(x) for x in decays))
             for rows in (call.decay.query, call.decay.key):
@@ -192,9 +194,9 @@ class Pass:
         *,
         divide: bool,
     ) -> bool:
-        """Write sums, or quotients, and denominators; states ``[*b h . .]`` become those after, groups' own are saved.
+        """Write sums or quotients, and denominators. Updates `states` ``[*b h . .]``; states before groups go to `saved`.
 
-        Returns whether all are finite.
+        Returns whether all results are finite.
         """
         self._prepare(g, states, saved)
         call = self.call
@@ -207,9 +209,10 @@ class Pass:
     def backward(
         self, g: Decays, saved: Sequence[Tensor], grads: Sequence[Tensor], grad_output: OutputGradient, decays: bool
     ) -> Sequence[Tensor]:
-        """Write gradients of the operands, and return those of log decays ``[*b h t]`` if they are wanted.
+        """Write gradients of the operands; returns gradients of log decays ``[*b h t]`` if `decays`, otherwise nothing.
 
-        `saved` are the states of `forward`; `grads` are gradients of those after and become those of the ones before.
+        `saved` are the states of `forward`. `grads` are gradients of the states after the tokens, and become gradients of
+        the states before them.
         """
         call = self.call
         self._prepare(g, grads, saved)
@@ -222,7 +225,9 @@ class Pass:
         elif call.flags.denominated:
             call.size.values -= 1  # the last column is the denominator
         call.grad_state = State(grads[0].data_ptr(), grads[-1].data_ptr())
-        pulled = [self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)]
+        grad_features = [
+            self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)
+        ]
         shape = (*self.leading, self.span.stop - self.span.start)
         grad_g = tuple(grad.new_empty(shape, dtype=torch.float64) for _ in range(2)) if decays else ()
         for part, x in zip(self._parts(), grad_g, strict=False):
@@ -230,15 +235,15 @@ class Pass:
         library.run(self.library.isopos_backward_all if self.all_keys else self.library.isopos_backward, call)
         if call.flags.reverse:
             grad_g = tuple(-x.flip(-1) for x in grad_g)
-        for operand, own, rows, span in zip(self.operands, pulled, self.rows, self.spans, strict=True):
+        for operand, grads_of, rows, span in zip(self.operands, grad_features, self.rows, self.spans, strict=True):
             if rows is not None:
-                operand.pull(self.n, span, own)
-            for table in own if rows is None else ():
-                operand.pull_table(span, table)
+                operand.vjp(self.n, span, grads_of)
+            for table in grads_of if rows is None else ():
+                operand.vjp_table(span, table)
         return grad_g
 
     def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None, span: Span) -> list[Tensor]:
-        """Say where gradients of an operand go: into its own; of its table, or of its rows, into buffers returned."""
+        """Set where gradients of an operand go; returns the buffers for gradients of its table or of its features."""
         if rows is None:
             assert operand.grad_xs is not None
             part.grad, part.add = view(operand.grad_xs[self.n]), not operand.first
@@ -248,17 +253,17 @@ class Pass:
             table = operand.buffers("cpu grad table", *self.leading, span.stop - span.start, width)
             part.grad_table = view(table)
             return [table]
-        own = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
-        part.grad, part.grad_own = view(own[0]), view(own[1]) if len(own) > 1 else View()
-        return [grad[..., : x.shape[-1]] for grad, x in zip(own, rows, strict=True)]
+        buffers = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
+        part.grad, part.grad_unrotated = view(buffers[0]), view(buffers[1]) if len(buffers) > 1 else View()
+        return [grad[..., : x.shape[-1]] for grad, x in zip(buffers, rows, strict=True)]
 
 
 @dataclass(eq=False)
-class CpuWalk(Scan):
-    """Causal sums forward, or those over later tokens in reverse, a call of the library for each of the plan's spans.
+class CpuScan(Scan):
+    """Causal sums, or with `reverse` sums over later tokens, one call of the library per span of the plan.
 
-    Those in reverse are added to sums and denominators that are there. `notes` are of the whole problem. Those over all keys
-    (`all_keys`) are one call, of a plan that is not cut.
+    Reverse sums are added to existing sums and denominators. `notes` belong to the whole problem. Sums over all keys
+    (`all_keys`) are one call with an uncut plan.
     """
 
     notes: dict[str, Any] = field(default_factory=dict)
@@ -275,8 +280,8 @@ class CpuWalk(Scan):
             states = states or [like(*self.leading, *shape[1:], dtype=torch.float32).zero_() for shape in part.shapes]
             saved = states if self.all_keys else [like(*self.leading, *shape, dtype=torch.float32) for shape in part.shapes]
             saved = saved if keep else []
-            own = denominators[n] if self.denominator else None
-            self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], own, divide=divide)
+            denominator = denominators[n] if self.denominator else None
+            self.notes["finite"] &= part.forward(self.g, states, saved, outs[n], denominator, divide=divide)
             yield n, None, None, saved
 
     def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
@@ -291,15 +296,15 @@ class CpuWalk(Scan):
 
 
 class CpuSteps:
-    """Steps of a stream in the C kernel, one call of the library each: what holds for one step holds for those after it.
+    """Steps of a stream in the C kernel, one call of the library each. Checks of the first step hold for later steps.
 
     Args:
-        sums: One step, which the C kernel serves.
-        after: Where the sums after it go; by default they are written over, by every step.
+        sums: One step that the C kernel serves.
+        after: Destination of the sums after each step; by default they are updated in place.
 
     Attributes:
-        sums: Those of all tokens so far.
-        few: Tokens of a chunk that are as many steps sooner than sums of a chunk.
+        sums: Sums over all tokens so far.
+        few: Longest chunk that is faster as separate steps than as a chunk.
     """
 
     few = 16
@@ -314,30 +319,30 @@ class CpuSteps:
         self.parts = call.q, call.k, call.v
         self.of_values = values.describe(call.v, self.inputs[2])[1]
         call.out.sums = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
-        self.firsts = (*(part.x for part in self.parts), call.out.sums)  # of the call's own memory
+        self.firsts = (*(part.x for part in self.parts), call.out.sums)  # views inside the call
         self.status, self.reference = ctypes.c_int64(0), ctypes.byref(call)
         call.status = ctypes.pointer(self.status)
         self.denominated = bool(call.flags.denominated)
 
     @classmethod
     def of(cls, sums: Sums) -> "CpuSteps | None":
-        """The steps after this one, if the C kernel serves them."""
+        """The steps after this one; None if the C kernel does not serve them."""
         if sums.stream is None:
             return None
         library.warn_if_absent(why := CPU.serves(sums))
         return None if why else cls(sums)
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens.
+        """Set the tables of the next n tokens.
 
         Args:
-            features: Those of queries and keys, with tables as the step had, of n tokens.
-            weights: What the sums before each of these tokens weigh, float32 ``[n all]``; None where all weigh 1.
+            features: Features of queries and keys with tables of n tokens, otherwise as in the first step.
+            weights: Weight of past sums at each of these tokens, float32 ``[n all]``; None if all are 1.
         """
-        self.take([Closed.of(own, x) for own, x in zip(features, self.inputs, strict=False)], weights)
+        self.take([Closed.of(each, x) for each, x in zip(features, self.inputs, strict=False)], weights)
 
     def take(self, known: Sequence[Closed | None], weights: Tensor | None) -> None:
-        """`look_ahead` to what makes features of queries and keys."""
+        """Set the closed forms of features of queries and keys."""
         self.alive, self.strides = [weights], [x.stride() for x in self.inputs]
         self.parts[2].x = view(self.inputs[2])
         for part, closed, x in zip(self.parts, known, self.inputs, strict=False):
@@ -346,14 +351,14 @@ class CpuSteps:
         self.call.decay.across = None if weights is None else weights.data_ptr()
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether these are what the step had, and nobody watches."""
+        """Whether the call serves these tensors: shapes of the first step, float32, outside transforms and traces."""
         for x, shape in zip((q, k, v), self.shapes, strict=True):
             if type(x) is not Tensor or x.shape != shape or x.dtype != torch.float32 or x.stride(-1) != 1:
                 return False
         return not library.unreadable(q, k, v)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-        """The output ``[*b h 1 e]`` of the token that has row n of the tables."""
+        """The output ``[*b h 1 e]`` of the token with row n of the tables."""
         call, out = self.call, torch.empty(self.shapes[2], dtype=torch.float32, device="cpu")
         strides = [q.stride(), k.stride(), v.stride()]
         if strides != self.strides:
@@ -377,7 +382,7 @@ class CpuSteps:
 
 
 class Cpu(ScanKernel):
-    """The C kernel, chunk by chunk, and a token of a stream at a time."""
+    """The C kernel: chunk by chunk, or one token of a stream at a time."""
 
     name = "cpu"
 
@@ -385,7 +390,7 @@ class Cpu(ScanKernel):
         return self._refuses(sums) or ("" if torch.compiler.is_compiling() else library.absent())
 
     def _refuses(self, sums: Sums) -> str:
-        """Why it would not serve a problem, were it installed."""
+        """Why it would not serve a problem if it was installed, or ""."""
         if sums.dtype != torch.float32:
             return f"it sums up float32, not {sums.dtype}"
         if sums.stream is not None:
@@ -409,7 +414,7 @@ class Cpu(ScanKernel):
             return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
         if queries != keys and any(width % library.lanes() for _, width in (queries, keys)):
             return f"features of queries and keys lie {queries} and {keys}, and not in whole vectors"
-        widest = max(width for _, own in widths for width in own)
+        widest = max(width for _, read in widths for width in read)
         return f"features come up to {library.WIDEST}, not {widest}" if widest > library.WIDEST else ""
 
     def _refuses_step(self, sums: Sums) -> str:
@@ -419,23 +424,25 @@ class Cpu(ScanKernel):
         assert stream is not None
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
-            return "a step has one state a query, and at most two axes of heads and samples"
-        known = [own for features, x in zip(sums.features, sums.inputs, strict=True) if (own := Closed.of(features, x))]
+            return "a step has one state per query, and at most two axes of heads and samples"
+        forms = (Closed.of(features, x) for features, x in zip(sums.features, sums.inputs, strict=True))
+        known = [form for form in forms if form is not None]
         if len(known) < 3 or any(x.dtype != torch.float32 for x in sums.inputs):
             return "a step makes features of float32 in closed form"
-        d, own = width * known[0].doubled, width * known[0].own
-        shapes = [(*leading, d, e + (sums.denominator is not None and not own)), *[(*leading, own, 1)] * bool(own)]
+        d, unrotated = width * known[0].doubled, width * known[0].unrotated
+        shapes = [(*leading, d, e + (sums.denominator is not None and not unrotated))]
+        shapes += [(*leading, unrotated, 1)] * bool(unrotated)
         fit = [x.shape for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == shapes
         if known[0].doubled != known[1].doubled or not fit:
             return f"a step needs contiguous float32 sums {shapes}, for queries and keys alike"
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
         lib = library.libraries()[0].get(library.lanes())
-        sums.notes["step"] = lib, known, Call(Sizes(math.prod(leading), leading[-1], 1, 1, d, e, own), floor=EPS)
+        sums.notes["step"] = lib, known, Call(Sizes(math.prod(leading), leading[-1], 1, 1, d, e, unrotated), floor=EPS)
         return ""
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
-        """Not cut, where the C kernel makes all features."""
+        """The plan of the operands, uncut if the C kernel computes all features."""
         if "closed" not in sums.notes:
             sums.notes["closed"] = _closed(operands)
         return Plan(sums.q, cut=not all(sums.notes["closed"]))
@@ -444,15 +451,15 @@ class Cpu(ScanKernel):
         denominator = sums.denominator is not None
         every = not sums.causal and g is None
         directions = (False,) if sums.causal or every else (False, True)
-        return [CpuWalk(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
+        return [CpuScan(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         sums.notes["finite"] = True
         return super().forward(sums, needs)
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        watched = library.unreadable(*sums.tensors, *saved, grad)  # or another hand packed and unpacked what was saved
-        if watched:  # what was saved is of other groups
+        watched = library.unreadable(*sums.tensors, *saved, grad)  # or hooks have unpacked other saved tensors
+        if watched:  # the saved states belong to other groups
             return CHUNKS.backward(sums, CHUNKS.forward(sums, needs)[1], grad, needs)
         return super().backward(sums, saved, grad, needs)
 
@@ -460,7 +467,7 @@ class Cpu(ScanKernel):
         return super().run(sums) if sums.stream is None else self._step(sums)
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output ``[*b h 1 e]`` of the next token of a stream, and its sums."""
+        """The output ``[*b h 1 e]`` of the next token of a stream, and the sums after it."""
         assert sums.stream is not None
         steps = CpuSteps(sums, tuple(torch.empty_like(x) for x in sums.stream.sums))
         steps.take(sums.notes["step"][1][:2], sums.across)

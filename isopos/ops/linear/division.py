@@ -1,15 +1,15 @@
-"""Denominators: counted and clamped where they vanish, and the one division."""
+"""Denominators: counted and clamped if they vanish, and the only division."""
 
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-EPS = 1e-6  # the least magnitude of a denominator
+EPS = 1e-6  # smallest magnitude of a denominator
 
 
 class Clamped:
-    """Counts the denominators that are too small to divide by, of linear attention inside ``with``, outside a compiler.
+    """Counts vanishing denominators of linear attention inside a ``with`` block; compiled code is not counted.
 
     Examples:
         >>> with Clamped() as clamped:
@@ -24,7 +24,7 @@ class Clamped:
 
     @property
     def count(self) -> int:
-        """Denominators that were clamped, of `total`."""
+        """Number of clamped denominators, out of `total`."""
         return sum(int(small) for small in self.small)
 
     def __enter__(self) -> "Clamped":
@@ -35,34 +35,34 @@ class Clamped:
         _CLAMPED.reset(self.token)
 
 
-_CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # of each thread its own
+_CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # one per thread
 
 
 def counted() -> bool:
-    """Whether there is a counter."""
+    """Whether a counter is active."""
     return _CLAMPED.get() is not None and not torch.compiler.is_compiling()
 
 
 def count(denominator: Tensor) -> None:
-    """Tell the counter, if there is one; compiled code has clamped them by then."""
+    """Report denominators to the active counter, if any."""
     if not torch.compiler.is_compiling() and (counter := _CLAMPED.get()) is not None:
         counter.small.append((denominator.abs() <= EPS).sum())
         counter.total += denominator.numel()
 
 
 def clamp(denominator: Tensor) -> Tensor:
-    """The denominator with a magnitude of at least 1e-6 and its own sign."""
+    """The denominator, its magnitude clamped to at least 1e-6, its sign kept."""
     count(denominator)
     eager = not torch.compiler.is_compiling() and type(denominator) is Tensor and denominator.device.type == "cpu"
     if eager and not denominator.requires_grad and denominator.amin() >= EPS:
-        return denominator  # the usual case, in one pass
+        return denominator  # the common case, in one pass
     if torch.compiler.is_exporting():  # ONNX has no copysign
         return torch.where(denominator.abs() < EPS, torch.where(denominator < 0, -EPS, EPS), denominator)
     return torch.where(denominator.abs() < EPS, torch.full_like(denominator, EPS).copysign(denominator), denominator)
 
 
 def divide(total: Tensor) -> Tensor:
-    """The one division: sums ``[... e]`` over the denominator in the last column of total ``[... e+1]``, clamped."""
+    """Sums ``[... e]`` divided by the clamped denominator in the last column of total ``[... e+1]``."""
     return total[..., :-1] / clamp(total[..., -1:])
 
 

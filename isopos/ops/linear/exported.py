@@ -11,10 +11,10 @@ CHUNK = 64  # tokens whose weights are formed explicitly
 
 
 def exported_sum(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
-    """`isopos.ops.linear` of features of one length ``[*b h t d]``, without containment of NaN and infinity.
+    """Sums as in `isopos.ops.linear` for features of equal length ``[*b h t d]``, without NaN containment.
 
-    A chunk sees itself by explicit weights, and earlier chunks by their states ``[*b h n d e]``. With a decay, states are
-    weighed by a matrix ``[n n]`` instead of a loop, since an exported program has no loop over a dynamic length.
+    Weights are explicit inside a chunk; earlier chunks enter as states ``[*b h n d e]``. With a decay, states are weighted
+    by a matrix ``[n n]`` instead of a loop, since an exported program has no loop over a dynamic length.
     """
     if causal:
         return _causal(q, k, v, g)
@@ -26,7 +26,7 @@ def exported_sum(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Te
 def _causal(q: Tensor, k: Tensor, v: Tensor, g: Decays) -> Tensor:
     # Chunks are read and written by index: reshaping would tie an exported program to multiples of a chunk.
     t, token = q.shape[-2], torch.arange(q.shape[-2], device=q.device)
-    start = torch.arange(0, t + CHUNK, CHUNK, device=q.device)  # at least two, so that no length is a case of its own
+    start = torch.arange(0, t + CHUNK, CHUNK, device=q.device)  # at least two, so that no length is a special case
     padded = start[:, None] + torch.arange(CHUNK, device=q.device)
     index = padded.clamp_max(t - 1)  # [n c]
     q, k, v = q[..., index, :], torch.where((padded < t)[..., None], k[..., index, :], 0), v[..., index, :]
@@ -38,12 +38,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, g: Decays) -> Tensor:
         first, last = query[..., :1], key[..., -1:]
         near = (q @ k.mT) * _weight(query[..., :, None] - key[..., None, :], q).tril()
         states = (k * _weight(last - key, k)[..., None]).mT @ v
-        between = _weight(first - last.mT, q).tril(-1)  # [*b h n n], of states before chunks
+        between = _weight(first - last.mT, q).tril(-1)  # [*b h n n], weights of states before chunks
         before = (between @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
         far = (q * _weight(query - first, q)[..., None]) @ before
     return (near @ v + far)[..., token // CHUNK, token % CHUNK, :]
 
 
 def _weight(exponent: Tensor, like: Tensor) -> Tensor:
-    """Weights of at most 1, in the dtype of `like`: later tokens, whose exponents are positive, are left out elsewhere."""
+    """exp(exponent) in the dtype of `like`, at most 1; the caller masks later tokens, whose exponents are positive."""
     return exponent.clamp_max(0).exp().to(like.dtype)

@@ -1,4 +1,4 @@
-"""What is summed up, as data: inputs, what makes features of them, decays and the form of the denominator."""
+"""Problems of linear attention as data: inputs, their feature maps, decays, and the form of the denominator."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ Decays = tuple[Tensor, Tensor] | None
 
 
 class Buffers:
-    """Memory by name and shape that is used again; `shared` is that of several such sets."""
+    """Reused memory by name and shape; `shared` are the buffers shared by several such sets."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, shared: "Buffers | None" = None):
         self.like, self.dtype, self._shared = like, dtype, shared  # None for itself: a cycle would outlive its call
@@ -22,11 +22,11 @@ class Buffers:
 
     @property
     def shared(self) -> "Buffers":
-        """That of several such sets, or itself."""
+        """The buffers shared by several such sets; by default these."""
         return self if self._shared is None else self._shared
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """A buffer that nobody else uses, with whatever was in it."""
+        """The buffer of this name and shape, with its old contents."""
         buffer = self.known.get((name, *shape))
         if buffer is None:
             buffer = self.known[(name, *shape)] = torch.empty(shape, dtype=self.dtype, device=self.like.device)
@@ -34,11 +34,11 @@ class Buffers:
 
 
 class Map(Protocol):
-    """A map of features ``[*b h t d]`` that are float32 or wider, as the values of `isopos.maps` are."""
+    """A map of features ``[*b h t d]``, float32 or float64, such as the values of `isopos.maps`."""
 
     @property
     def features(self) -> int | None:
-        """The width that it maps; None where any will do."""
+        """Number of input features; None if it maps any number."""
         ...
 
     @property
@@ -47,71 +47,71 @@ class Map(Protocol):
         ...
 
     def apply(self, x: Tensor) -> Tensor:
-        """The map of x."""
+        """Map x."""
         ...
 
     def adjoint(self, x: Tensor) -> Tensor:
-        """Its adjoint."""
+        """Map x by the adjoint."""
         ...
 
     def tensors(self) -> Iterable[Tensor]:
-        """All that gradients may reach."""
+        """All tensors that may need gradients."""
         ...
 
     def replace(self, tensors: Sequence[Tensor]) -> Self:
-        """The same with other tensors, in that order; some may be left over."""
+        """The same map with other tensors, in the order of `tensors`; surplus ones are ignored."""
         ...
 
     def part(self, slices: Slices) -> Self:
-        """That for some tokens of some heads and samples."""
+        """The map restricted to slices of tokens, heads and samples."""
         ...
 
 
 class Features(NamedTuple):
-    """What makes features of an input: phi, then a map; zero where a mask is False.
+    """How features are computed from an input: phi, then a map of positions; zero where a mask is False.
 
-    It runs again in the backward pass, a chunk group at a time; gradients reach the input and `tensors`.
+    The backward pass computes features again, one chunk group at a time; gradients reach the input and `tensors`.
 
     Args:
-        phi: The feature map, of each token alone.
-        map: After it, or None.
-        kinds: What each tensor of the map does, one after another: a "rotation" or a "lift" by a table ``[*b h t f 2]``, a
+        phi: The feature map, applied to each token separately.
+        map: The map of positions after phi, or None.
+        kinds: Operations of the map in order, one per tensor: a "rotation" or a "lift" by a table ``[*b h t f 2]``, a
             "gather" by an index ``[*b h t d]``, a "reflection" by a normal ``[h 1 d]`` (see `isopos.ops.rotate`). None
-            where the map has no such closed form.
-        mask: Which tokens take part, bool ``[*b 1 t 1]``.
-        own: Whether the denominator takes phi's own features, without the map: a second tensor of features.
-        dtype: Of features, float32 or float64; None for that of the input.
+            if the map has no such closed form.
+        mask: Tokens that take part, bool ``[*b 1 t 1]``.
+        unrotated: Whether phi(x) without the map is returned, too, as features for a plain denominator.
+        dtype: Dtype of features, float32 or float64; None for the dtype of the input.
     """
 
     phi: Phi  # no default: PyTorch 2.11 cannot trace one
     map: Map | None = None
     kinds: tuple[str, ...] | None = ()
     mask: Tensor | None = None
-    own: bool = False
+    unrotated: bool = False
     dtype: torch.dtype | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the map and the mask, of all tokens."""
-        own = () if self.map is None else self.map.tensors()
-        return tuple(own) if self.mask is None else (*own, self.mask)
+        """The tensors of the map, then the mask."""
+        of_map = () if self.map is None else self.map.tensors()
+        return tuple(of_map) if self.mask is None else (*of_map, self.mask)
 
     @property
     def direct(self) -> bool:
-        """Whether `write` and `adjoint` serve it, without a graph."""
-        direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.slope is not None
+        """Whether `write` and `adjoint` can compute it without a graph."""
+        direct = isinstance(self.phi, FeatureMap) and self.phi.write is not None and self.phi.derivative is not None
         return direct and (self.map is None or self.map.linear)
 
     def table(self, needs: Sequence[bool]) -> int | None:
-        """The place in `tensors` of the table of a rotation or a lift, where no other needs a gradient."""
+        """Index in `tensors` of the table of a rotation or a lift, if it alone needs a gradient; otherwise None."""
         found, kinds = [n for n, need in enumerate(needs) if need], self.kinds or ()
         known = len(found) == 1 and self.direct and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
         return found[0] if known else None
 
     def closed(self) -> tuple[str, Tensor | None, Tensor | None] | None:
-        """A map of at most one reflection, then at most one table: its kind ("none" without), the table, and the normal.
+        """Kind, table and normal of a map with at most one reflection, then at most one table ("none" without a table).
 
-        None where it is another map. Which phi, widths and dtypes it serves is a kernel's own matter.
+        None for any other map. Each kernel checks phi, widths and dtypes itself.
         """
         if self.kinds is None:
             return None
@@ -126,29 +126,29 @@ class Features(NamedTuple):
         return last, table, normal
 
     def ready(self, x: Tensor) -> bool:
-        """Whether the features of x are x."""
+        """Whether the features of x equal x."""
         return self.phi is identity and self.map is None and self.mask is None and self.dtype in (None, x.dtype)
 
     def replace(self, tensors: Sequence[Tensor]) -> "Features":
-        """The same with other tensors, in the order of `tensors`."""
-        own, mask = self.map, None if self.mask is None else tensors[-1]
-        return self._replace(map=None if own is None else own.replace(tensors), mask=mask)
+        """The same features with other tensors, in the order of `tensors`."""
+        inner, mask = self.map, None if self.mask is None else tensors[-1]
+        return self._replace(map=None if inner is None else inner.replace(tensors), mask=mask)
 
     def part(self, slices: Slices) -> "Features":
-        """Those of some tokens of some heads and samples."""
+        """The features restricted to slices of tokens, heads and samples."""
         if slices is ALL:
             return self
-        own = None if self.map is None else self.map.part(slices)
-        return self._replace(map=own, mask=None if self.mask is None else slices.of(self.mask, -3, -2))
+        inner = None if self.map is None else self.map.part(slices)
+        return self._replace(map=inner, mask=None if self.mask is None else slices.of(self.mask, -3, -2))
 
     def without_idle_mask(self) -> "Features":
-        """Without a mask where it lets every token take part; on a CPU, where looking costs little."""
+        """The same features without a mask that keeps every token. Only on a CPU, where this check costs little."""
         if self.mask is None or self.mask.device.type != "cpu" or not self.mask.all():
             return self
         return self._replace(mask=None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Features of tokens x ``[*b h t .]``, and phi's own where the denominator takes them."""
+        """Features of tokens x ``[*b h t .]``, and with `unrotated` also phi(x)."""
         x = x if self.mask is None else torch.where(self.mask, x, 0)  # NaN of a masked token must not reach gradients either
         plain = self.phi(x if self.dtype is None else x.to(self.dtype))
         if self.map is not None and self.map.features not in (None, plain.shape[-1]):
@@ -156,11 +156,11 @@ class Features(NamedTuple):
                 f"isometry: expected one of {plain.shape[-1]} features, as many as the feature map returns, "
                 f"got one of {self.map.features}; build the encoding for this head size"
             )
-        out = (self._mapped(plain), plain)[: 1 + self.own]
+        out = (self._mapped(plain), plain)[: 1 + self.unrotated]
         return out if self.mask is None else tuple(torch.where(self.mask, y, 0) for y in out)
 
     def write(self, x: Tensor, buffers: Buffers) -> tuple[Tensor, ...]:
-        """The same without a graph, where it is direct: contiguous, in buffers or memory of their own."""
+        """The same features without a graph, if `direct`: contiguous, in buffers or in new memory."""
         if self.ready(x):
             return (x.contiguous(),)
         assert isinstance(self.phi, FeatureMap)
@@ -168,31 +168,31 @@ class Features(NamedTuple):
         plain = buffers("plain", *x.shape)
         self.phi.write(x.to(self.dtype or x.dtype), plain, buffers.shared("scratch", *x.shape))
         self._drop(plain)
-        return (self._mapped(plain), plain)[: 1 + self.own]
+        return (self._mapped(plain), plain)[: 1 + self.unrotated]
 
     def adjoint(self, x: Tensor, grads: Sequence[Tensor], buffers: Buffers) -> tuple[Tensor, Tensor | None]:
-        """Two factors of the gradient of x, or one, from gradients of its features, which it may overwrite.
+        """The gradient of x as one or two factors, from gradients of its features, which may be overwritten.
 
-        The buffers hold what `write` left there.
+        The buffers must be unchanged since `write`.
         """
         if self.ready(x):
             return grads[0], None
         assert isinstance(self.phi, FeatureMap)
-        assert self.phi.slope is not None
+        assert self.phi.derivative is not None
         grad = (grads[0] if self.map is None else self.map.adjoint(grads[0])).to(self.dtype or x.dtype)
         for other in grads[1:]:
             grad = grad.add_(other)
         self._drop(grad)
-        return grad, None if self.phi is identity else self.phi.slope(x, buffers("plain", *grad.shape))
+        return grad, None if self.phi is identity else self.phi.derivative(x, buffers("plain", *grad.shape))
 
     def _mapped(self, plain: Tensor) -> Tensor:
         return plain if self.map is None else self.map.apply(plain).to(plain.dtype)
 
     def _drop(self, x: Tensor) -> None:
-        """Zero where tokens take no part, in place, whatever was there."""
+        """Set masked tokens to zero in place, NaN included."""
         if self.mask is not None:
             dropped = ~self.mask[..., 0, :, 0].expand(*x.shape[:-3], x.shape[-2])
-            x.movedim(-3, -1)[dropped] = 0  # faster than masked_fill where few are
+            x.movedim(-3, -1)[dropped] = 0  # faster than masked_fill if few are dropped
 
 
 READY = Features(identity)
@@ -207,12 +207,12 @@ def with_ones(values: Tensor, mask: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Past:
-    """The tokens before those of `Sums`, of a causal stream.
+    """Past tokens of a causal stream, before those of `Sums`.
 
     Args:
-        sums: Of k v^T ``[*b h d e]``; a denominator is one more column, or where it has features of its own their sum
-            ``[*b h d 1]``. Empty at the start.
-        before: Log decay ``[*b h]`` of the last token; None where there is no decay, or no token.
+        sums: Sums of k v^T ``[*b h d e]``. The sum of keys for a denominator is one more column, or a second tensor
+            ``[*b h d 1]`` for unrotated features. Empty at the start.
+        before: Log decay ``[*b h]`` of the last token; None without a decay, or at the start.
     """
 
     sums: tuple[Tensor, ...] = ()
@@ -221,21 +221,21 @@ class Past:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """A problem of linear attention, checked and complete: what a backend serves or refuses.
+    """A checked and complete problem of linear attention, which a backend serves or refuses.
 
     Args:
         q: Inputs of queries ``[*b h t .]``.
-        k: Inputs of keys ``[*b h s .]``, with leading dimensions as q, but for streams.
+        k: Inputs of keys ``[*b h s .]``, with the leading dimensions of q, except in streams.
         v: Inputs of values ``[*b h s e]``.
-        features: What makes features of q, k and v; those of queries and keys have two where the denominator has its own.
-        g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it; without causal as many as keys.
-        causal: Sum over keys up to the query's own index; the last query is aligned with the last key.
-        denominator: What becomes of the sum of the weights: None for none, "column" for a last column, "divide" to divide
-            by it.
-        stream: The tokens before, which are summed up, too.
+        features: Features of q, k and v. Those of queries and keys are two tensors if the denominator is unrotated.
+        g: Log decays of queries and keys, ``[*b h t]`` or broadcastable to it; without `causal`, equally many of both.
+        causal: Whether query i sums over keys up to key i; the last query is aligned with the last key.
+        denominator: Use of the sum of weights: None for no denominator, "column" to append it as the last column, "divide"
+            to divide by it.
+        stream: Past tokens, which are summed up, too.
 
     Attributes:
-        notes: What a backend found out when it was asked, for when it runs.
+        notes: Results of `serves`, which the same backend reuses when it runs.
     """
 
     q: Tensor
@@ -257,21 +257,21 @@ class Sums:
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor, inputs first."""
         after = () if self.stream is None else self.stream.sums
-        return (*self.inputs, *(self.g or ()), *(tensor for own in self.features for tensor in own.tensors), *after)
+        return (*self.inputs, *(self.g or ()), *(tensor for each in self.features for tensor in each.tensors), *after)
 
     @property
     def ready(self) -> bool:
-        """Whether all features are the inputs."""
-        return all(own.ready(x) for own, x in zip(self.features, self.inputs, strict=True))
+        """Whether all features equal the inputs."""
+        return all(each.ready(x) for each, x in zip(self.features, self.inputs, strict=True))
 
     @property
     def products(self) -> bool:
-        """Whether two products of matrices are all there is to do."""
+        """Whether the problem is just two matrix products."""
         return not self.causal and self.g is None and self.denominator is None and self.ready
 
     @property
     def across(self) -> Tensor | None:
-        """What the sums of a stream weigh at the next token, contiguous float32 ``[*b h]``; None without a decay."""
+        """Weights of past sums at the next token, contiguous float32 ``[*b h]``; None without a decay."""
         if self.g is None or self.stream is None or self.stream.before is None:
             return None
         weight = (self.g[1][..., 0] - self.stream.before).exp().to(torch.float32)
@@ -279,17 +279,17 @@ class Sums:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of sums."""
+        """Dtype of the sums."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def lifted(self) -> "Sums":
-        """With an axis of samples."""
+        """The same problem with an axis of samples."""
         if self.q.ndim > 3 or self.stream is not None:
             return self
         return replace(self, q=self.q[None], k=self.k[None], v=self.v[None])
 
     def triples(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Features of queries and keys, and values, with a graph; the sums of all, side by side, end in the denominator."""
+        """(features of queries, of keys, values), with a graph. Their concatenated sums end with the denominator."""
         queries, keys, values = self.made()
         if self.denominator is not None:
             values = with_ones(values, self.features[2].mask)
@@ -300,5 +300,5 @@ class Sums:
         """All features, with a graph."""
         if self.ready:
             return (self.q,), (self.k,), self.v
-        queries, keys, (values,) = (own(x) for own, x in zip(self.features, self.inputs, strict=True))
+        queries, keys, (values,) = (each(x) for each, x in zip(self.features, self.inputs, strict=True))
         return queries, keys, values

@@ -1,4 +1,4 @@
-"""Sums as a graph of PyTorch's operations, for what kernels refuse: under a compiler, in streams, with any phi."""
+"""Sums as a graph of PyTorch's operations, for problems that no kernel serves: compiled, in streams, with any phi."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor
 from isopos.exact import full_precision
 from isopos.ops.linear.autograd import Backend, Kernel, chosen
 from isopos.ops.linear.chunks import CHUNKS
+from isopos.ops.linear.containment import contained, finite, may_inspect, nonfinite
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.exported import exported_sum
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
-from isopos.ops.linear.isolation import broken, finite, isolated, looks
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
@@ -28,7 +28,7 @@ def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | No
 @torch.library.custom_op("isopos::linear_sum", mutates_args=())
 def _linear_sum(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> Tensor:
     kernel, sums = _ready(q, k, v, g_q, g_k, causal)
-    return isolated(sums, kernel.forward(sums, ())[0], lambda clean: kernel.forward(clean, ())[0])
+    return contained(sums, kernel.forward(sums, ())[0], lambda clean: kernel.forward(clean, ())[0])
 
 
 @_linear_sum.register_fake
@@ -66,10 +66,10 @@ _linear_sum.register_autograd(_linear_sum_autograd, setup_context=_save_inputs)
 
 
 class _Products(torch.autograd.Function):
-    """Queries times the sum of k v^T. What is not finite leaves gradients alone of rows that do not see it.
+    """Queries times the sum of k v^T, with NaN containment in the backward pass.
 
-    Such a number of a key or a query makes a row of that sum or of its gradient so, one of a value a column: edges of both
-    tell, and neither inputs nor outputs are looked at.
+    A non-finite number of a key or a query makes a row of that sum or of its gradient non-finite, one of a value a column.
+    So it suffices to inspect one row and one column of each.
     """
 
     @staticmethod
@@ -84,8 +84,8 @@ class _Products(torch.autograd.Function):
         with full_precision(q.device):
             after = q.mT @ grad
             edges = state[..., :1], state[..., :1, :], after[..., :1]
-            if looks(grad) and not all(map(finite, edges)):
-                q, k, v = (torch.where(broken([x])[..., None], 0, x) for x in (q, k, v))
+            if may_inspect(grad) and not all(map(finite, edges)):
+                q, k, v = (torch.where(nonfinite([x])[..., None], 0, x) for x in (q, k, v))
                 state, after = k.mT @ v, q.mT @ grad
             elif torch.is_grad_enabled():  # for second derivatives
                 state = k.mT @ v
@@ -98,25 +98,25 @@ def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
         return q @ (k.mT @ v) if not causal and g is None else exported_sum(q, k, v, g, causal)
     if not causal and g is None:
         learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return _Products.apply(q, k, v) if learned and looks(q.detach()) else q @ (k.mT @ v)  # pyright: ignore[reportReturnType]
+        return _Products.apply(q, k, v) if learned and may_inspect(q.detach()) else q @ (k.mT @ v)  # pyright: ignore[reportReturnType]
     g_q, g_k = g or (None, None)
     return _linear_sum(q, k, v, g_q, g_k, causal)
 
 
 def aligned(operands: Sequence[Sequence[Tensor]], g: Decays) -> tuple[list[list[Tensor]], Decays]:
-    """Operands of one length: rows of zeros come first where tokens are missing."""
+    """Queries and keys of equal length: the shorter ones are padded with zeros at the start."""
     t, s = operands[0][0].shape[-2], operands[0][1].shape[-2]
     missing = (max(s - t, 0), max(t - s, 0), max(t - s, 0))
     padded = [[F.pad(x, (0, 0, n, 0)) for x, n in zip(xs, missing, strict=True)] for xs in operands]
     if g is None:
         return padded, g
-    query, key = torch.broadcast_tensors(g[0][..., :1], g[1][..., :1])  # one shape but for the tokens
+    query, key = torch.broadcast_tensors(g[0][..., :1], g[1][..., :1])  # equal shapes except for tokens
     query, key = g[0].expand(*query.shape[:-1], t), g[1].expand(*key.shape[:-1], s)
     return padded, (torch.cat((key[..., : missing[0]], query), -1), torch.cat((query[..., : missing[1]], key), -1))
 
 
 class Graph(Backend):
-    """PyTorch's operations with their graph. Causal sums are one operation, which a compiler leaves as it is."""
+    """PyTorch's operations with their graph. Causal sums are one custom operation, opaque to compilers."""
 
     name = "graph"
 
@@ -127,11 +127,11 @@ class Graph(Backend):
         return (self._sum(sums), ()) if sums.stream is None else carry(sums, self._alone)
 
     def _alone(self, sums: Sums) -> Tensor:
-        """By the first kernel that serves, if one does."""
+        """The sums of tokens without a stream, by the first kernel that serves them, if any."""
         if sums.q.ndim == 3:
             return self._alone(sums.lifted())[0]
         backend = chosen(KERNELS, sums) or self
-        return isolated(sums, backend.run(sums)[0], lambda clean: backend.run(clean)[0])
+        return contained(sums, backend.run(sums)[0], lambda clean: backend.run(clean)[0])
 
     def _sum(self, sums: Sums) -> Tensor:
         t, g = sums.q.shape[-2], sums.g
@@ -145,7 +145,7 @@ class Graph(Backend):
             operands, g = aligned(operands, g)
         totals = [_total(xs[0], xs[1], xs[2], g, sums.causal) for xs in operands]
         total = totals[0] if len(totals) == 1 else torch.cat(totals, -1)
-        total = total if total.shape[-2] == t else total[..., -t:, :]  # a slice of everything is a pass of its own, back
+        total = total if total.shape[-2] == t else total[..., -t:, :]  # a full slice costs a copy, backward
         return divide(total) if sums.denominator == "divide" else total
 
 

@@ -1,4 +1,4 @@
-"""The kernels, in the order in which they are asked. Another one is a file and an entry here."""
+"""The kernels in order of preference. A new kernel is a new file and an entry here."""
 
 from isopos.ops.linear.autograd import Kernel
 from isopos.ops.linear.chunks import CHUNKS

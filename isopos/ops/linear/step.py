@@ -1,4 +1,4 @@
-"""Streams in PyTorch's operations: causal sums of the next tokens and the sums after them, with a graph or in place."""
+"""Streams with PyTorch's operations: causal sums of the next tokens and the sums after them, with a graph or in place."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,17 @@ __all__ = ["TorchSteps", "carry", "weighed"]
 
 
 def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Sums of the next tokens of a stream, of any number of them, with a graph; and those of all tokens, for the next.
+    """Sums for the next tokens of a stream, any number of them, with a graph; and the sums of k v^T after them.
 
-    `linear` sums up the tokens alone.
+    `linear` computes sums over the new tokens alone.
     """
     stream = sums.stream
     assert stream is not None
     totals, after = [], []
     for n, operands in enumerate(sums.triples()):
-        total, own = _carried(*operands, sums.g, stream, stream.sums[n] if stream.sums else None, linear)
+        total, state = _carried(*operands, sums.g, stream, stream.sums[n] if stream.sums else None, linear)
         totals.append(total)
-        after.append(own)
+        after.append(state)
     total = torch.cat(totals, -1)
     return divide(total) if sums.denominator == "divide" else total, tuple(after)
 
@@ -42,10 +42,10 @@ def _carried(
 ) -> tuple[Tensor, Tensor]:
     """Causal sums ``[*b h t e]`` of features, and the sum of k v^T over all tokens so far ``[*b h d e]``.
 
-    The state is that sum at the log decay ``[*b h]`` of the last token before. Together with it, the sums are those of the
-    whole sequence; k and v may lack leading axes of q, which share their state.
+    `state` is this sum before the new tokens, at the log decay ``[*b h]`` of the last past token. k and v may lack leading
+    axes of q, which then share one state.
     """
-    to_end = across = from_end = from_start = None  # of keys, of the state, of queries after one token, of queries
+    to_end = across = from_end = from_start = None  # weights of keys, of the state, of a single query, of queries
     if g is not None:
         query, key = g
         last = key[..., -1:]
@@ -66,22 +66,22 @@ def _carried(
 
 
 def weighed(x: Tensor, weight: Tensor | None) -> Tensor:
-    """x times weights; what weighs nothing is zero whatever it holds."""
+    """x times weights; weight 0 gives 0, even for NaN."""
     return x if weight is None else torch.where(weight == 0, 0, x * weight)
 
 
 class TorchSteps:
-    """Steps that write over the sums of a stream: for what no kernel of steps serves, on any device, in any dtype.
+    """Steps that update the sums of a stream in place, on any device, in any dtype, if no kernel serves the steps.
 
-    The numbers are those of `carry`, by the same operations. Nothing is checked again, and features of queries and keys that
-    have one map are made together.
+    Results equal those of `carry`, by the same operations. Nothing is checked again; features of queries and keys are
+    computed together if they have the same map.
 
     Args:
-        sums: One step of float32 sums or wider; those of its stream are written over from then on.
+        sums: One step with float32 or float64 sums. The sums of its stream are overwritten from then on.
 
     Attributes:
-        sums: Those of all tokens so far.
-        few: Of `isopos.ops.linear.cpu.CpuSteps`.
+        sums: Sums over all tokens so far.
+        few: As in `isopos.ops.linear.cpu.CpuSteps`.
     """
 
     few = 4
@@ -90,16 +90,16 @@ class TorchSteps:
         assert sums.stream is not None
         self.inputs, self.sums, self.dtype = sums.inputs, sums.stream.sums, sums.dtype
         self.leading, self.ones = self.sums[0].shape[:-2], None
-        if sums.denominator is not None and len(self.sums) == 1:  # of values with a column of ones
+        if sums.denominator is not None and len(self.sums) == 1:  # values with a column of ones
             self.ones = sums.v.new_ones(*sums.v.shape[:-1], sums.v.shape[-1] + 1, dtype=self.dtype)
 
     @classmethod
     def of(cls, sums: Sums) -> "TorchSteps | None":
-        """The steps after this one, if they are sums and a division."""
-        return cls(sums) if not refuses_step(sums) and all(own.mask is None for own in sums.features) else None
+        """The steps after this one; None if they need more than sums and a division."""
+        return cls(sums) if not refuses_step(sums) and all(each.mask is None for each in sums.features) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
+        """Set the tables of the next n tokens, as in `isopos.ops.linear.cpu.CpuSteps`."""
         query, key = self.features = features
         shapes = {x.shape for x in self.inputs[:2]}
         self.alike = query.phi is key.phi and query.map is key.map and query.kinds is not None and len(shapes) == 1
@@ -107,15 +107,17 @@ class TorchSteps:
         self.fades = weights is not None and bool((weights == 0).any())
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether these are what the step had, and nobody watches."""
+        """Whether the plan serves these tensors: same types, shapes, dtypes and devices, outside transforms."""
         for x, known in zip((q, k, v), self.inputs, strict=True):
             if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.device != known.device:
                 return False
-        fixed = self.sums[0].is_inference() and not torch.is_inference_mode_enabled()  # which may not be written over
+        fixed = (
+            self.sums[0].is_inference() and not torch.is_inference_mode_enabled()
+        )  # inference tensors must not be overwritten
         return not fixed and not watched()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-        """The output ``[*b h 1 e]`` of the token that has row n of the tables, in q's dtype."""
+        """The output ``[*b h 1 e]`` of the token with row n of the tables, in q's dtype."""
         with full_precision(q.device):
             out = self._step(q, k, v, n)
         return out if out.dtype == q.dtype else out.to(q.dtype)
@@ -132,14 +134,14 @@ class TorchSteps:
         return total / clamp(plain[0] @ row[0].add_(keys[1].mT)) if row else total
 
     def _features(self, q: Tensor, k: Tensor, n: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Those of queries and of keys; where both have one map, made together."""
-        own, query, key = Slices((), slice(None), slice(n, n + 1)), *self.features
+        """Features of queries and of keys, computed together if both have the same map."""
+        token, query, key = Slices((), slice(None), slice(n, n + 1)), *self.features
         if not self.alike:
-            return query.part(own)(q), key.part(own)(k)
-        both = query.part(own)(torch.stack((q, k)))
+            return query.part(token)(q), key.part(token)(k)
+        both = query.part(token)(torch.stack((q, k)))
         return tuple(x[0] for x in both), tuple(x[1] for x in both)
 
     def _fade(self, weight: Tensor) -> None:
-        """Weigh the sums; what weighs nothing is zero whatever it holds."""
+        """Multiply the sums by a weight; weight 0 gives 0, even for NaN."""
         for state in self.sums:
             state.copy_(torch.where(weight == 0, 0, state * weight)) if self.fades else state.mul_(weight)

@@ -1,6 +1,6 @@
-"""Steps of a stream on CUDA devices, by Triton: sums are read once and written once, in place by `TritonSteps`.
+"""Steps of a stream on CUDA devices by Triton: sums are read once and written once, by `TritonSteps` in place.
 
-Sums and arithmetic are float32, whatever the dtype of queries, keys and values.
+Sums and arithmetic are float32 for every dtype of queries, keys and values.
 """
 
 import math
@@ -17,19 +17,18 @@ from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton import Closed
 
-TILE = 2048  # numbers of the sums that a program has at a time
-WIDEST = 1024  # features of a head
+TILE = 2048  # numbers of the sums that a program holds at a time
+WIDEST = 1024  # largest number of features per head
 
 
 class Side(NamedTuple):
-    """What makes features of queries, of keys or of values, for the kernel: phi, a reflection, then a table.
+    """Queries, keys or values with their feature map (phi, a reflection, then a table), as arguments of the kernel.
 
-    Attributes:
-        of_x: Strides of samples, heads and tokens, as those that follow.
+    `of_x` and so on are strides of samples, heads and tokens.
     """
 
     x: Any
-    table: Any = None  # of cosines and sines, or an index
+    table: Any = None  # cosines and sines, or an index
     normal: Any = None
     mask: Any = None
     of_x: tuple[int, int, int] = (0, 0, 0)
@@ -39,7 +38,7 @@ class Side(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What is known of a side when the kernel is compiled."""
+    """Compile-time constants of a side."""
 
     phi: str
     kind: str
@@ -48,14 +47,14 @@ class Way(NamedTuple):
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Those of samples, heads and tokens of x ``[*b h t .]``, with one axis of samples; zero where an axis has one."""
+    """Strides of samples, heads and tokens of x ``[*b h t .]`` with at most one axis of samples; zero for length 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
     sample, head, token, _ = [0, *strides][-4:]
     return sample, head, token
 
 
 def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
-    """What makes features of x, if the kernel knows it."""
+    """The arguments and constants for features of x; None if the kernel does not compute them."""
     closed = Closed.of(features)
     if closed is None or not closed.widths <= {x.shape[-1]} or features.dtype not in (None, torch.float32):
         return None
@@ -72,22 +71,22 @@ def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
 
 
 class Plan(NamedTuple):
-    """A step, checked: what the kernel is given beside tensors of sums and outputs."""
+    """A checked step: all arguments of the kernel except sums and outputs."""
 
     sides: tuple[Side, ...]
     ways: tuple[Way, ...]
     leading: torch.Size
     d: int  # features
-    w: int  # numbers that make these
+    w: int  # numbers of x per head
     e: int
-    own: bool
+    unrotated: bool
     denominated: bool
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the sums."""
-        column = self.denominated and not self.own
-        return [(*self.leading, self.d, self.e + column), *[(*self.leading, self.w, 1)] * self.own]
+        """Shapes of the sums."""
+        column = self.denominated and not self.unrotated
+        return [(*self.leading, self.d, self.e + column), *[(*self.leading, self.w, 1)] * self.unrotated]
 
     def __call__(
         self,
@@ -99,7 +98,7 @@ class Plan(NamedTuple):
         out: Tensor,
     ) -> None:
         """Write the sums after a token, and its output."""
-        from isopos.ops.linear.triton_step_kernel import step  # which imports triton
+        from isopos.ops.linear.triton_step_kernel import step  # imports triton
 
         denominators = out.new_empty(self.leading, dtype=torch.float32) if self.denominated and counted() else None
         power, values = 1 << (self.w - 1).bit_length(), 1 << (self.e - 1).bit_length()
@@ -125,7 +124,7 @@ class Plan(NamedTuple):
                 **ways,
                 DECAYS=weights is not None,
                 DENOMINATED=self.denominated,
-                OWN=self.own,
+                UNROTATED=self.unrotated,
                 COUNTED=denominators is not None,
             )
         if denominators is not None:
@@ -133,7 +132,7 @@ class Plan(NamedTuple):
 
 
 class Step(Backend):
-    """One token of a stream, in one launch."""
+    """One token of a stream in one launch."""
 
     name = "triton step"
 
@@ -149,8 +148,9 @@ class Step(Backend):
             return None, "a step sums up float32"
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or math.prod(leading[:-2]) > 1 or max(width, e) > WIDEST:
-            return None, f"a step has one state a query, one axis of samples, and at most {WIDEST} features"
-        known = [side for own, x in zip(sums.features, sums.inputs, strict=True) if (side := _side(own, x)) is not None]
+            return None, f"a step has one state per query, one axis of samples, and at most {WIDEST} features"
+        pairs = zip(sums.features, sums.inputs, strict=True)
+        known = [side for features, x in pairs if (side := _side(features, x)) is not None]
         if (
             len(known) < 3
             or known[2][1][:3] != ("identity", "none", False)
@@ -159,8 +159,8 @@ class Step(Backend):
             return None, "a step makes features in closed form, of float32, bfloat16 or float16"
         sides, ways = zip(*known, strict=True)
         doubled = [2 if way.kind == "lift" else 1 for way in ways]
-        own, denominated = sums.features[0].own, sums.denominator is not None
-        plan = Plan(sides, ways, torch.Size(leading), width * doubled[0], width, e, own, denominated)
+        unrotated, denominated = sums.features[0].unrotated, sums.denominator is not None
+        plan = Plan(sides, ways, torch.Size(leading), width * doubled[0], width, e, unrotated, denominated)
         fit = [tuple(x.shape) for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == plan.shapes
         if doubled[0] != doubled[1] or not fit:
             return None, f"a step needs contiguous float32 sums {plan.shapes}, for queries and keys alike"
@@ -180,14 +180,14 @@ STEP = Step()
 
 
 class TritonSteps:
-    """Steps that write over the sums of a stream, one launch each.
+    """Steps that update the sums of a stream in place, one launch each.
 
     Args:
-        sums: One step, which `STEP` serves; its stream's sums are written over from then on.
+        sums: One step that `STEP` serves. The sums of its stream are overwritten from then on.
 
     Attributes:
-        sums: Those of all tokens so far.
-        few: Of `isopos.ops.linear.cpu.CpuSteps`.
+        sums: Sums over all tokens so far.
+        few: As in `isopos.ops.linear.cpu.CpuSteps`.
     """
 
     few = 4
@@ -199,17 +199,17 @@ class TritonSteps:
 
     @classmethod
     def of(cls, sums: Sums) -> "TritonSteps | None":
-        """The steps after this one, if the kernel serves them."""
+        """The steps after this one; None if the kernel does not serve them."""
         return cls(sums) if sums.stream is not None and not STEP.serves(sums) else None
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
-        """Take the tables of the next n tokens, as `isopos.ops.linear.cpu.CpuSteps` does."""
-        found = [_side(own, x) for own, x in zip(features, self.inputs, strict=False)]
-        self.sides, self.weights = (*(own[0] for own in found if own is not None), self.plan.sides[2]), weights
+        """Set the tables of the next n tokens, as in `isopos.ops.linear.cpu.CpuSteps`."""
+        found = [_side(each, x) for each, x in zip(features, self.inputs, strict=False)]
+        self.sides, self.weights = (*(side[0] for side in found if side is not None), self.plan.sides[2]), weights
         assert len(self.sides) == 3
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether these are what the step had, and nobody watches."""
+        """Whether the plan serves these tensors: types, shapes and dtypes of the first step, outside transforms."""
         inputs = (q, k, v)
         for x, known in zip(inputs, self.inputs, strict=True):
             if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.stride(-1) != 1:
@@ -217,7 +217,7 @@ class TritonSteps:
         return not gpu.unreadable(*inputs, *self.sums)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-        """The output ``[*b h 1 e]`` of the token that has row n of the tables, in q's dtype."""
+        """The output ``[*b h 1 e]`` of the token with row n of the tables, in q's dtype."""
         out = torch.empty(v.shape, dtype=q.dtype, device=v.device)
         sides = [side._replace(x=x, of_x=_strides(x)) for side, x in zip(self.sides, (q, k, v), strict=True)]
         self.plan(sides, self.sums, self.sums, self.weights, n, out)

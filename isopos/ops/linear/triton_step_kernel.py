@@ -1,10 +1,10 @@
 # pyright: reportInvalidTypeForm=false
-"""The kernel of `isopos.ops.linear.triton_step`: a program has one head of one sample.
+"""The kernel of `isopos.ops.linear.triton_step`: one program per head and sample.
 
-It makes the features of the token, adds them to the sums, block by block of features, and reads those out on the way.
+It computes the features of the token, adds them to the sums block by block, and reads the output from the updated blocks.
 
-Sums may be written over in place. A block of fewer numbers than a program has threads is loaded by several warps and stored
-by one of them, so a barrier stands between: otherwise a warp that lags behind loads what is stored already.
+Sums may be updated in place. A block with fewer numbers than a program has threads is loaded by several warps and stored by
+one of them, so a barrier stands in between: without it a slow warp would load numbers that are already updated.
 """
 
 from functools import partial
@@ -17,8 +17,8 @@ jit, tl = gpu.language()
 
 @jit
 def _at(x, normal, dot, place, seen, WAY: tl.constexpr, REFLECTED: tl.constexpr):
-    """Features at places, after a reflection with <phi(x), normal> = dot; zero where not `seen`."""
-    PHI: tl.constexpr = WAY[0]  # Triton 3.6 takes no word out of a tuple as an argument
+    """Features at indices `place`, after a reflection with <phi(x), normal> = dot; zero unless `seen`."""
+    PHI: tl.constexpr = WAY[0]  # Triton 3.6 accepts no string from a tuple as an argument
     value = tl.where(seen, phi(tl.load(x + place, mask=seen, other=0.0).to(tl.float32), PHI), 0.0)
     if REFLECTED:
         value -= 2 * dot * tl.load(normal + place, mask=seen, other=0.0)
@@ -27,16 +27,16 @@ def _at(x, normal, dot, place, seen, WAY: tl.constexpr, REFLECTED: tl.constexpr)
 
 @jit
 def _row(side, sample, head, n, WAY: tl.constexpr, W: tl.constexpr, WP: tl.constexpr):
-    """Where a token's numbers, its row n of a table and the normal begin, <phi(x), normal>, and whether it takes part."""
+    """Addresses of x, of row n of the table and of the normal; <phi(x), normal>; whether the token takes part."""
     x, dot, takes_part = side.x + sample * side.of_x[0] + head * side.of_x[1], 0.0, True
-    table, normal = x, x  # if there are none: Triton 3.6 returns no None
+    table, normal = x, x  # placeholders, since Triton 3.6 returns no None
     if WAY[1] != "none":
         table = side.table + sample * side.of_table[0] + head * side.of_table[1] + n * side.of_table[2]
     if WAY[2]:
         normal = side.normal + head * side.of_normal[1]
         place = tl.arange(0, WP)
-        own = tl.load(normal + place, mask=place < W, other=0.0)
-        dot = tl.sum(_at(x, normal, 0.0, place, place < W, WAY, False) * own)
+        unit = tl.load(normal + place, mask=place < W, other=0.0)
+        dot = tl.sum(_at(x, normal, 0.0, place, place < W, WAY, False) * unit)
     if WAY[3]:
         takes_part = tl.load(side.mask + sample * side.of_mask[0]) != 0
     return x, table, normal, dot, takes_part
@@ -44,7 +44,7 @@ def _row(side, sample, head, n, WAY: tl.constexpr, W: tl.constexpr, WP: tl.const
 
 @jit
 def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
-    """The features at places of D, which a table makes of W; NaN where an index is none of these."""
+    """Features at indices `place` of D, mapped from W numbers by the table; NaN if an index is out of range."""
     x, table, normal, dot, takes_part = row
     seen = (place < D) & takes_part
     if WAY[1] == "rotation":
@@ -67,7 +67,7 @@ def _features(row, place, D: tl.constexpr, W: tl.constexpr, WAY: tl.constexpr):
 
 @jit
 def _weighed(sums, place, seen, weight, DECAYS: tl.constexpr):
-    """Sums at places, times their weight; what weighs nothing is zero whatever it holds."""
+    """Sums at indices `place` times their weight; weight 0 gives 0, even for NaN."""
     total = tl.load(sums + place, mask=seen, other=0.0)
     if DECAYS:
         total = tl.where(weight == 0, 0.0, total * weight)
@@ -75,7 +75,7 @@ def _weighed(sums, place, seen, weight, DECAYS: tl.constexpr):
 
 
 @jit
-def _own(
+def _unrotated_denominator(
     query,
     key,
     masked,
@@ -87,7 +87,7 @@ def _own(
     OF_K: tl.constexpr,
     DECAYS: tl.constexpr,
 ):
-    """A denominator of phi's own features, whose sums stand at the first of `rows` and are stored at the second."""
+    """The denominator of unrotated features: their sums are loaded from rows[0] and stored to rows[1]."""
     place = tl.arange(0, WP)
     of_query = _at(query[0], query[2], 0.0, place, (place < W) & query[4], OF_Q, False)
     of_key = _at(key[0], key[2], 0.0, place, (place < W) & key[4] & masked, OF_K, False)
@@ -121,16 +121,16 @@ def step(
     OF_V: tl.constexpr,
     DECAYS: tl.constexpr,
     DENOMINATED: tl.constexpr,
-    OWN: tl.constexpr,
+    UNROTATED: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """The sums of one head after a token that has row n of tables and of `weights`, and what the token reads out of them.
+    """Update the sums of one head by the token with row n of tables and `weights`, and write its output.
 
-    `before` and `after` are sums, and the sums of phi's own features for a denominator if OWN; otherwise that is one more
-    column of the sums. C features are added at a time.
+    `before` and `after` are pairs: sums of k v^T, and with UNROTATED sums of unrotated features for the denominator;
+    otherwise these are one more column of the sums. C features are added at a time.
     """
     pid = tl.program_id(0).to(tl.int64)
-    sample, head, columns, values = pid // heads, pid % heads, E + (DENOMINATED and not OWN), tl.arange(0, EP)
+    sample, head, columns, values = pid // heads, pid % heads, E + (DENOMINATED and not UNROTATED), tl.arange(0, EP)
     query = _row(q, sample, head, n, OF_Q, W, WP)
     key = _row(k, sample, head, n, OF_K, W, WP)
     value = _row(v, sample, head, n, OF_V, E, EP)
@@ -145,18 +145,18 @@ def step(
         tile = at[:, None] + values[None, :]
         state = _weighed(before[0], tile, both, weight, DECAYS) + of_key[:, None] * added[None, :]
         column = tl.zeros([C], tl.float32)
-        if DENOMINATED and not OWN:
+        if DENOMINATED and not UNROTATED:
             column = _weighed(before[0], at + E, seen, weight, DECAYS) + tl.where(value[4], of_key, 0.0)
         tl.debug_barrier()
         tl.store(after[0] + tile, state, mask=both)
         total += tl.sum(of_query[:, None] * state, 0)
-        if DENOMINATED and not OWN:
+        if DENOMINATED and not UNROTATED:
             tl.store(after[0] + at + E, column, mask=seen)
             denominator += tl.sum(of_query * column)
     if DENOMINATED:
-        if OWN:
+        if UNROTATED:
             rows = before[1] + pid * W, after[1] + pid * W
-            denominator = _own(query, key, value[4], rows, weight, W, WP, OF_Q, OF_K, DECAYS)
+            denominator = _unrotated_denominator(query, key, value[4], rows, weight, W, WP, OF_Q, OF_K, DECAYS)
         if COUNTED:
             tl.store(denominators + pid, denominator)
         total /= clamped(denominator)

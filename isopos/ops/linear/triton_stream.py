@@ -1,4 +1,4 @@
-"""The sums of a stream as Triton's kernels have them: one row ``[*b h .]``, of sums of k v^T, then of a denominator."""
+"""Conversion of the sums of a stream to the layout of Triton's kernels: one row ``[*b h .]``, k v^T, then keys."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from isopos.ops.linear.step import weighed
 
 
 def expanded(sums: Sums) -> Sums:
-    """With queries' leading axes for keys and values, which in streams may lack the first ones."""
+    """The problem with leading axes of queries for keys and values, too, which may lack the first ones in streams."""
     if sums.stream is None:
         return sums
     leading, first = sums.q.shape[:-2], sums.q.ndim - sums.k.ndim
@@ -20,14 +20,14 @@ def expanded(sums: Sums) -> Sums:
 
 
 def _shapes(sums: Sums, doubled: int) -> list[tuple[int, ...]]:
-    """Of the sums of a stream whose maps make so many features of one."""
-    (*leading, _, width), own = sums.k.shape, sums.features[1].own
-    column = sums.denominator is not None and not own
-    return [(*leading, width * doubled, sums.v.shape[-1] + column), *[(*leading, width, 1)] * own]
+    """Shapes of the sums of a stream, for `doubled` output features per input feature."""
+    (*leading, _, width), unrotated = sums.k.shape, sums.features[1].unrotated
+    column = sums.denominator is not None and not unrotated
+    return [(*leading, width * doubled, sums.v.shape[-1] + column), *[(*leading, width, 1)] * unrotated]
 
 
 def refuses(sums: Sums, doubled: int) -> str:
-    """Why its sums are not those of these features, or ""."""
+    """Why the sums of its stream do not fit its features, or ""."""
     given, shapes = () if sums.stream is None else sums.stream.sums, _shapes(sums, doubled)
     if given and [tuple(x.shape) for x in given if x.dtype == torch.float32] != shapes:
         return f"a stream has float32 sums {shapes}"
@@ -35,30 +35,30 @@ def refuses(sums: Sums, doubled: int) -> str:
 
 
 def packed(sums: Sums, doubled: int) -> Sums:
-    """The problem with one row in the place of its stream's sums, weighed as the first token finds them."""
+    """The problem with the sums of its stream as one row, weighted for the first token."""
     assert sums.stream is not None
     whole, weight = expanded(sums), sums.across
     if not sums.stream.sums:
         return whole
-    first, *own = (weighed(x, None if weight is None else weight[..., None, None]) for x in sums.stream.sums)
+    first, *keys = (weighed(x, None if weight is None else weight[..., None, None]) for x in sums.stream.sums)
     first = _paired(first, back=False) if doubled > 1 else first
     if first.shape[-1] > sums.v.shape[-1]:
-        first, own = first[..., :-1], [first[..., -1:]]
-    row = torch.cat([x.flatten(-2) for x in (first, *own)], -1)
+        first, keys = first[..., :-1], [first[..., -1:]]
+    row = torch.cat([x.flatten(-2) for x in (first, *keys)], -1)
     return replace(whole, stream=Past((row.expand(*whole.q.shape[:-2], -1).contiguous(),)))
 
 
 def unpacked(row: Tensor, sums: Sums, doubled: int) -> tuple[Tensor, ...]:
-    """The sums of a stream from such a row of it."""
-    row, (shape, *own) = row[(0,) * (sums.q.ndim - sums.k.ndim)], _shapes(sums, doubled)
+    """The sums of a stream from such a row: the inverse of `packed`."""
+    row, (shape, *separate) = row[(0,) * (sums.q.ndim - sums.k.ndim)], _shapes(sums, doubled)
     d, e = shape[-2], sums.v.shape[-1]
     first, rest = row[..., : d * e].unflatten(-1, (d, e)), row[..., d * e :, None]
     if shape[-1] > e:
         first, rest = torch.cat((first, rest), -1), None
     first = _paired(first, back=True) if doubled > 1 else first
-    return (first, rest) if own and rest is not None else (first,)
+    return (first, rest) if separate and rest is not None else (first,)
 
 
 def _paired(rows: Tensor, *, back: bool) -> Tensor:
-    """Rows (x cos, x sin) ``[*b h 2d .]`` of a lift in the kernels' order, (x_0 cos, x_0 sin, ...), or back."""
+    """Rows (x cos, x sin) ``[*b h 2d .]`` of a lift in the order of the kernels, (x_0 cos, x_0 sin, ...), or back."""
     return rows.unflatten(-2, (-1, 2) if back else (2, -1)).transpose(-3, -2).flatten(-3, -2)

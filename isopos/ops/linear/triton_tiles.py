@@ -1,7 +1,7 @@
-"""What Triton kernels of linear attention are made of: rows, features of tiles with their gradients, decays, states.
+"""Parts of the Triton kernels of linear attention: rows, features of tiles with gradients, decays, states.
 
-Features are made of tiles as they are loaded, with phi, a reflection and a table; they are never written. Those of a lift
-are (x_0 cos, x_0 sin, x_1 cos, ...): their order is nobody's business but a state's.
+Features are computed as tiles are loaded, by phi, a reflection and a table; they are never written to memory. A lift orders
+them as (x_0 cos, x_0 sin, x_1 cos, ...), which only states show.
 """
 
 # pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
@@ -15,28 +15,28 @@ FLOOR = tl.constexpr(EPS)  # of denominators
 
 @jit
 def place_of(shape):
-    """Sample, sample and head of this program."""
+    """Indices of this program: outer and inner sample, and head."""
     n = tl.program_id(0).to(tl.int64) // shape.blocks
     return n // shape.heads // shape.inner, n // shape.heads % shape.inner, n % shape.heads
 
 
 @jit
 def address(rows, place, token):
-    """Where rows begin."""
+    """Addresses of rows of tokens."""
     outer, inner, head = place
     return rows.first + outer * rows.outer + inner * rows.inner + head * rows.head + token * rows.token
 
 
 @jit
 def tokens_of(shape, chunk, C: tl.constexpr):
-    """The tokens of a chunk, and which of them are there."""
+    """The tokens of a chunk, and which of them exist."""
     token = tl.cast(chunk, tl.int64) * C + tl.arange(0, C)
     return token, token < shape.length
 
 
 @jit
 def taking_part(mask, place, token, ok):
-    """Which tokens take part."""
+    """Whether each token exists and is not masked."""
     if mask is not None:
         ok = ok & (tl.load(address(mask, place, token), mask=ok, other=0) != 0)
     return ok
@@ -44,16 +44,16 @@ def taking_part(mask, place, token, ok):
 
 @jit
 def load_tile(rows, place, token, ok, column, width):
-    """Some columns of rows."""
+    """Columns of rows; zero outside."""
     both = ok[:, None] & (column < width)[None, :]
     return tl.load(address(rows, place, token)[:, None] + column[None, :], mask=both, other=0)
 
 
 @jit
 def rounded(x, PRECISION: tl.constexpr):
-    """What products of matrices are made of: early, since it takes half of the registers."""
+    """An operand of matrix products, rounded early, since it then takes half of the registers."""
     y = x.to(tl.bfloat16 if PRECISION == "bf16" else tl.float32)
-    if PRECISION == "tf32":  # without the 13 bits that cores would cut off: what is rounded stays as it is, NaN stays NaN
+    if PRECISION == "tf32":  # rounds away the 13 bits that tensor cores would truncate; NaN stays NaN
         y = tl.where(y == y, ((y.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True), y)
     return y
 
@@ -82,7 +82,7 @@ def phi(x, PHI: tl.constexpr):
 
 
 @jit
-def slope(x, y, PHI: tl.constexpr):
+def derivative(x, y, PHI: tl.constexpr):
     """The derivative of y = phi(x)."""
     if PHI == "elu+1":
         z = tl.where(x > 0, 1.0, y)
@@ -99,7 +99,7 @@ def slope(x, y, PHI: tl.constexpr):
 
 @jit
 def load_plain(inputs, table, place, token, ok, column, width, PHI: tl.constexpr, KIND: tl.constexpr):
-    """phi(x), x, the columns that they have in memory, and which are there: those of a gather in its order."""
+    """phi(x), x, their columns in memory, and which of them exist; in the order of the index for a gather."""
     inside = (column < width)[None, :]
     at = column[None, :]
     if KIND == "gather":
@@ -108,7 +108,7 @@ def load_plain(inputs, table, place, token, ok, column, width, PHI: tl.constexpr
     both = taking_part(inputs.mask, place, token, ok)[:, None] & inside
     x = tl.load(address(inputs.x, place, token)[:, None] + at, mask=both, other=0).to(tl.float32)
     y = phi(x, PHI)
-    if PHI != "identity" and PHI != "relu2":  # these leave zero as it is, and the tile where it was copied to
+    if PHI != "identity" and PHI != "relu2":  # these maps keep zero, so the loaded tile is already right
         y = tl.where(both, y, 0)
     return y, x, at, both
 
@@ -121,9 +121,9 @@ def load_normal(inputs, place, at, both, width):
 
 @jit
 def reflected(y, normal):
-    """Householder's reflection, which is its own adjoint; and the product with the normal."""
-    along = tl.sum(y * normal, 1)[:, None]
-    return y - 2 * along * normal, along
+    """The Householder reflection of y, which is self-adjoint, and <y, normal>."""
+    product = tl.sum(y * normal, 1)[:, None]
+    return y - 2 * product * normal, product
 
 
 @jit
@@ -136,8 +136,8 @@ def load_angles(table, place, token, ok, first, width, C: tl.constexpr, X: tl.co
 
 
 @jit
-def turned(y, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
-    """A rotation of pairs (2i, 2i + 1), or x -> (x cos, x sin) with these two next to each other."""
+def rotated(y, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
+    """A rotation of pairs (2i, 2i + 1), or a lift x -> (x cos, x sin) with adjacent results."""
     if KIND == "lift":
         out = tl.reshape(tl.join(y * cos, y * sin), (C, 2 * X))
     else:
@@ -147,8 +147,8 @@ def turned(y, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
-def turned_back(y, grad, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
-    """Gradients of y and of the table's pairs, from that of `turned`."""
+def rotated_vjp(y, grad, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr):
+    """VJP of `rotated`: gradients of y and of the table's pairs."""
     if KIND == "lift":
         first, second = tl.split(tl.reshape(grad, (C, X, 2)))
         of_table = tl.reshape(tl.join(first * y, second * y), (C, 2 * X))
@@ -176,7 +176,7 @@ def features(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Features ``[C D]``, and phi's own ``[C X]`` in the order of x; rounded as for `dot`."""
+    """Features ``[C D]``, and unrotated features ``[C X]`` in the order of x, both rounded for `dot`."""
     column = first + tl.arange(0, X)
     plain, _, at, both = load_plain(inputs, table, place, token, ok, column, width, PHI, KIND)
     y = plain
@@ -184,7 +184,7 @@ def features(
         y, _ = reflected(y, load_normal(inputs, place, at, both, width))
     if KIND == "rotation" or KIND == "lift":
         cos, sin = load_angles(table, place, token, ok, first, width, C, X, KIND)
-        y = turned(y, cos, sin, C, X, KIND)
+        y = rotated(y, cos, sin, C, X, KIND)
     if KIND == "gather":
         plain, _, _, _ = load_plain(inputs, table, place, token, ok, column, width, PHI, "none")
     return rounded(y, PRECISION), rounded(plain, PRECISION)
@@ -192,93 +192,93 @@ def features(
 
 @jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """A product of matrices, in float32."""
+    """A matrix product with float32 sums."""
     exact: tl.constexpr = "ieee" if PRECISION == "bf16" else PRECISION
     return tl.dot(rounded(a, PRECISION), rounded(b, PRECISION), input_precision=exact)
 
 
 @jit
 def load_decays(inputs, place, token, shape):
-    """Log decays of tokens; those after the last are like it."""
+    """Log decays of tokens; tokens beyond the last one have its log decay."""
     return tl.load(address(inputs.g, place, tl.minimum(token, shape.length - 1)))
 
 
 @jit
 def load_border(borders, place, chunk, shape, C: tl.constexpr, STRICT: tl.constexpr):
-    """The log decay that states have between a chunk and the one before it: of the last key there, or of the first after."""
+    """Log decay of the state before a chunk: of the last key before it, or with STRICT of its first key."""
     token = tl.cast(chunk, tl.int64) * C - (0 if STRICT else 1)
     return tl.load(address(borders, place, tl.minimum(tl.maximum(token, 0), shape.length - 1)))
 
 
 @jit
 def fall(later, earlier, REVERSE: tl.constexpr):
-    """A weight from a difference of log decays, which REVERSE has the other way round."""
+    """The weight exp(later - earlier) of two log decays, or with REVERSE exp(earlier - later)."""
     return tl.exp((earlier - later if REVERSE else later - earlier).to(tl.float32))
 
 
 @jit
-def weights_inside(readers, feeders, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
-    """The weights inside a chunk; log decays are None where there are none."""
-    reader, feeder = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    ahead = feeder - reader if REVERSE else reader - feeder
+def weights_inside(targets, sources, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Weights inside a chunk from log decays of targets and sources, which are None without decays."""
+    target, source = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ahead = source - target if REVERSE else target - source
     seen = ahead > 0 if STRICT else ahead >= 0
-    if readers is None:
+    if targets is None:
         weights = tl.where(seen, 1.0, 0.0)
     else:
-        exponent = feeders[None, :] - readers[:, None] if REVERSE else readers[:, None] - feeders[None, :]
+        exponent = sources[None, :] - targets[:, None] if REVERSE else targets[:, None] - sources[None, :]
         weights = tl.exp(tl.where(seen, exponent.to(tl.float32), -float("inf")))
     return weights
 
 
 @jit
 def load_weights(
-    borders, feeders, readers, place, chunk, token, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr
+    borders, sources, targets, place, chunk, token, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr
 ):
-    """Weights inside a chunk, and how far states fall: before for readers, of feeders for the state after, and across.
+    """Weights inside a chunk, and (state to target, source to the next state, state to state) across its borders.
 
-    Without decays the latter are an empty tuple: Triton 3.6 returns no None.
+    Without decays the latter is an empty tuple, since Triton 3.6 returns no None.
     """
-    if readers.g is None:
+    if targets.g is None:
         inside = weights_inside(None, None, C, REVERSE, STRICT)
         falls = ()
     else:
         start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
         start = load_border(borders, place, start, shape, C, STRICT)
         end = load_border(borders, place, end, shape, C, STRICT)
-        of_readers, of_feeders = load_decays(readers, place, token, shape), load_decays(feeders, place, token, shape)
-        inside = weights_inside(of_readers, of_feeders, C, REVERSE, STRICT)
-        falls = fall(of_readers, start, REVERSE), fall(end, of_feeders, REVERSE), fall(end, start, REVERSE)
+        of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
+        inside = weights_inside(of_targets, of_sources, C, REVERSE, STRICT)
+        falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
     return inside, falls
 
 
 @jit
 def chunk_of(i, shape, REVERSE: tl.constexpr):
-    """The chunk that this program meets as its i-th."""
+    """The i-th chunk in the scan of this program."""
     first = tl.program_id(1) * shape.chunks
     return first + (shape.chunks - 1 - i if REVERSE else i)
 
 
 @jit
 def block_of(shape):
-    """The block of this program."""
+    """The block index of this program."""
     return tl.program_id(0) % shape.blocks
 
 
 @jit
 def segment_of(shape):
-    """The segment of this program, among those of all heads."""
+    """The segment index of this program over all heads."""
     return tl.program_id(0).to(tl.int64) // shape.blocks * shape.segments + tl.program_id(1)
 
 
 @jit
 def state_address(states, shape, count):
-    """Where the state of this program's segment is: sums ``[features values]``, then those of a denominator.
+    """Address of the state of this segment: sums ``[features values]``, then the sum of features for a denominator.
 
-    A head has `count` of them, one a segment or one.
+    `count` is the number of states per head: one per segment, or one.
     """
     head = tl.program_id(0).to(tl.int64) // shape.blocks
     state = head * count + tl.minimum(tl.program_id(1), count - 1)
-    return states + state * (shape.features * shape.columns + shape.own)
+    return states + state * (shape.features * shape.columns + shape.feature_sum)
 
 
 @jit
@@ -290,33 +290,33 @@ def load_state(states, shape, row, column):
 
 
 @jit
-def load_own_state(states, shape, row):
-    """The sum of features before this segment."""
+def load_feature_sum(states, shape, row):
+    """The sum of features for a denominator before this segment."""
     at = state_address(states, shape, shape.states) + shape.features * shape.columns + row
-    return tl.load(at, mask=row < shape.own, other=0)
+    return tl.load(at, mask=row < shape.feature_sum, other=0)
 
 
 @jit
 def weighed(rows, inputs, place, token, ok):
-    """Rows times weights, if they have any."""
-    if inputs.less is not None:
-        rows = rows.to(tl.float32) * tl.load(address(inputs.less, place, token), mask=ok, other=0)[:, None]
+    """Rows times negative gradients of denominators, if given."""
+    if inputs.neg_grad is not None:
+        rows = rows.to(tl.float32) * tl.load(address(inputs.neg_grad, place, token), mask=ok, other=0)[:, None]
     return rows
 
 
 @jit
-def advanced(state, own, rows, summed, tile, falls, PRECISION: tl.constexpr):
-    """The state after a chunk, and the sum of features after it."""
+def advanced(state, feature_sum, rows, summed, tile, falls, PRECISION: tl.constexpr):
+    """The state and the sum of features after a chunk."""
     summed = summed.to(tl.float32)
     if len(falls) > 0:
         _, after, across = falls
-        state, own = state * across, own * across
+        state, feature_sum = state * across, feature_sum * across
         tile, summed = tile.to(tl.float32) * after[:, None], summed * after[:, None]
-    return state + dot(tl.trans(rows), tile, PRECISION), own + tl.sum(summed, 0)
+    return state + dot(tl.trans(rows), tile, PRECISION), feature_sum + tl.sum(summed, 0)
 
 
 @jit
 def clamped(x):
-    """A denominator with a magnitude of at least the floor and its own sign, that of -0, too."""
+    """A denominator with its magnitude clamped to at least the floor; the sign is kept, even of -0."""
     least = tl.where(x.to(tl.int32, bitcast=True) < 0, -FLOOR, FLOOR)
     return tl.where(tl.abs(x) < FLOOR, least, x)

@@ -1,6 +1,6 @@
 /* Sums over all keys, and their gradients. */
 
-/* The tokens of a part of a head, whole chunks but for the last one's. */
+/* First and last token of a part of a head: whole chunks, except at the end. */
 static void share_of(const Call *call, int64_t length, int64_t part, int64_t *from, int64_t *to)
 {
     const int64_t chunks = (length + CHUNK - 1) / CHUNK;
@@ -12,13 +12,13 @@ static void share_of(const Call *call, int64_t length, int64_t part, int64_t *fr
 
 static const float ONES[CHUNK] = {[0 ... CHUNK - 1] = 1};
 
-/* a [c x]^T times b [c y], added to a state. */
+/* Adds a [c x]^T times b [c y] to a state. */
 static void add_outer(Rows a, Rows b, int64_t c, int64_t x, int64_t y, float *state, Ahead *ahead)
 {
     add_to_state(state, state, x, y, 1, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
 }
 
-/* The next chunk of a part, some tensors of which are asked for during fewer products than in causal sums. */
+/* The next chunk of a part, prefetched at twice the rate, since there are fewer products than in causal sums. */
 static Ahead after_chunk(const Call *call, Chunk n, int64_t to, int tensor, int tensors)
 {
     Ahead ahead = ahead_of(call, chunk_of(call, n.head, n.start + CHUNK, to), tensor, tensors);
@@ -26,7 +26,7 @@ static Ahead after_chunk(const Call *call, Chunk n, int64_t to, int tensor, int 
     return ahead;
 }
 
-/* Adds keys times values of a part's tokens to a state, and keys to a denominator's. */
+/* Adds k v^T of the tokens of a part to a state, and k to the row of a denominator. */
 static void sum_keys(const Call *call, int64_t head, int64_t part, float *state, float *row, float *rest)
 {
     const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
@@ -39,11 +39,11 @@ static void sum_keys(const Call *call, int64_t head, int64_t part, float *state,
         Ahead ahead = after_chunk(call, n, to, 0, 2);
         add_outer(k.features, v.features, n.c, d, e, state, &ahead);
         if (rows)
-            add_rows(k.own, ONES, 0, n.c, rows, 1, row);
+            add_rows(k.unrotated, ONES, 0, n.c, rows, 1, row);
     }
 }
 
-/* Sums of a part's queries, from the state of all keys. */
+/* Sums for the queries of a part, from the state of all keys. */
 static void read_out(const Call *call, int64_t head, int64_t part, const float *state, const float *row, float *rest)
 {
     const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
@@ -56,7 +56,7 @@ static void read_out(const Call *call, int64_t head, int64_t part, const float *
         const Chunk n = chunk_of(call, head, start, to);
         const Made q = make_features(call, &call->q, n, d, &buffer);
         for (int64_t i = 0; rows && i < n.c; i++) {
-            float denominator = dot(q.own.at + i * q.own.stride, row, rows);
+            float denominator = dot(q.unrotated.at + i * q.unrotated.stride, row, rows);
             if (call->flags.divide)
                 denominator = clamped(call, denominator);
             rows_of(&call->out.denominator, n)[i * call->out.denominator.token] = denominator;
@@ -66,7 +66,7 @@ static void read_out(const Call *call, int64_t head, int64_t part, const float *
         Ahead ahead = after_chunk(call, n, to, 2, 3);
         for (int64_t i = 0; i < n.c; i += ROWS) {
             const int64_t many = i + ROWS < n.c ? ROWS : n.c - i;
-            const int direct = many == ROWS && call->size.values == e; /* whole vectors of as many rows */
+            const int direct = many == ROWS && call->size.values == e; /* written without a copy */
             const Product p = {q.features.at + i * q.features.stride, q.features.stride, 1, state, e, d}, none = {p.a, 0, 0, p.b};
             float *out = rows_of(&call->out.sums, n) + i * call->out.sums.token;
             Out there = {out, call->out.sums.token, call->flags.divide ? inverse + i : 0, call->out.uncached, &zeros};
@@ -81,7 +81,7 @@ static void read_out(const Call *call, int64_t head, int64_t part, const float *
         report(call, NOT_FINITE);
 }
 
-/* out [c y]: a [c x] times a state [x y], and a row by weights, or by 1 where these are null, if it is given. */
+/* out [c y] = a [c x] times a state [x y] + weight [c] times row [y]. A null weight is 1; a null row adds nothing. */
 static void read_state(Rows a, const float *state, int64_t c, int64_t x, int64_t y, const float *weight, const float *row,
                        float *out, Ahead *ahead)
 {
@@ -92,14 +92,15 @@ static void read_state(Rows a, const float *state, int64_t c, int64_t x, int64_t
     }
 }
 
-/* A state [x y] with keys as columns, and a row [rows] less than nothing, in the buffer. */
-static const float *turned(const float *state, int64_t x, int64_t y, float **buffer)
+/* The transpose of a state [x y], in the buffer. */
+static const float *transposed_state(const float *state, int64_t x, int64_t y, float **buffer)
 {
     float *out = take(buffer, x * y);
     transpose((Rows){state, y}, x, y, out, x);
     return out;
 }
 
+/* The negative of a row [rows], in the buffer; null if it is empty. */
 static const float *negative(const float *row, int64_t rows, float **buffer)
 {
     float *out = take(buffer, rows);
@@ -108,12 +109,13 @@ static const float *negative(const float *row, int64_t rows, float **buffer)
     return rows ? out : 0;
 }
 
-/* Gradients of a part's queries, given the state of all keys, and what they add to the gradient of that. */
-static void pull_queries(const Call *call, int64_t head, int64_t part, float *grad_state, float *grad_row, float *rest)
+/* Gradients of the queries of a part, given the state of all keys; adds their share of the gradient of this state. */
+static void vjp_queries(const Call *call, int64_t head, int64_t part, float *grad_state, float *grad_row, float *rest)
 {
-    const int64_t d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
-    float *dq = take(&rest, CHUNK * d), *dq_own = take(&rest, CHUNK * own);
-    const float *state = turned(call->saved.sums + head * d * e, d, e, &rest);
+    const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
+    const int64_t unrotated = call->flags.denominated ? call->size.unrotated : 0;
+    float *dq = take(&rest, CHUNK * d), *dq_unrotated = take(&rest, CHUNK * unrotated);
+    const float *state = transposed_state(call->saved.sums + head * d * e, d, e, &rest);
     const float *row = negative(call->saved.row + head * rows, rows, &rest);
     int64_t from, to;
     share_of(call, call->size.length, part, &from, &to);
@@ -125,21 +127,22 @@ static void pull_queries(const Call *call, int64_t head, int64_t part, float *gr
         make_grads(call, &step, &buffer);
         Ahead ahead = after_chunk(call, step.n, to, 2, call->flags.divide ? 5 : 4);
         add_outer(q.features, (Rows){step.grads, e}, c, d, e, grad_state, &ahead);
-        read_state((Rows){step.grads, e}, state, c, e, d, step.less, own ? 0 : row, dq, &ahead);
-        if (own)
-            read_state((Rows){step.grads, e}, state, c, 0, own, step.less, row, dq_own, &ahead);
+        read_state((Rows){step.grads, e}, state, c, e, d, step.neg_grad, unrotated ? 0 : row, dq, &ahead);
+        if (unrotated)
+            read_state((Rows){step.grads, e}, state, c, 0, unrotated, step.neg_grad, row, dq_unrotated, &ahead);
         if (rows)
-            add_rows(q.own, step.less, 0, c, rows, 1, grad_row);
-        pull(call, &call->q, step.n, d, q.plain, dq, own ? dq_own : 0);
+            add_rows(q.unrotated, step.neg_grad, 0, c, rows, 1, grad_row);
+        vjp(call, &call->q, step.n, d, q.plain, dq, unrotated ? dq_unrotated : 0);
     }
 }
 
-/* Gradients of a part's keys and values, given that of the state of all keys. */
-static void pull_keys(const Call *call, int64_t head, int64_t part, float *rest)
+/* Gradients of the keys and values of a part, given the gradient of the state of all keys. */
+static void vjp_keys(const Call *call, int64_t head, int64_t part, float *rest)
 {
-    const int64_t d = call->size.d, e = call->size.e, own = call->flags.denominated ? call->size.own : 0, rows = row_size(call);
-    float *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e), *dk_own = take(&rest, CHUNK * own);
-    const float *grad_state = call->grad_state.sums + head * d * e, *state = turned(grad_state, d, e, &rest);
+    const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
+    const int64_t unrotated = call->flags.denominated ? call->size.unrotated : 0;
+    float *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e), *dk_unrotated = take(&rest, CHUNK * unrotated);
+    const float *grad_state = call->grad_state.sums + head * d * e, *state = transposed_state(grad_state, d, e, &rest);
     const float *row = negative(call->grad_state.row + head * rows, rows, &rest);
     int64_t from, to;
     share_of(call, call->size.keys, part, &from, &to);
@@ -148,55 +151,55 @@ static void pull_keys(const Call *call, int64_t head, int64_t part, float *rest)
         const Chunk n = chunk_of(call, head, start, to);
         const Made k = make_features(call, &call->k, n, d, &buffer), v = make_features(call, &call->v, n, e, &buffer);
         Ahead ahead = after_chunk(call, n, to, 0, 2);
-        read_state(v.features, state, n.c, e, d, 0, own ? 0 : row, dk, &ahead);
-        if (own)
-            read_state(v.features, state, n.c, 0, own, 0, row, dk_own, &ahead);
+        read_state(v.features, state, n.c, e, d, 0, unrotated ? 0 : row, dk, &ahead);
+        if (unrotated)
+            read_state(v.features, state, n.c, 0, unrotated, 0, row, dk_unrotated, &ahead);
         read_state(k.features, grad_state, n.c, d, e, 0, 0, dv, &ahead);
-        pull(call, &call->k, n, d, k.plain, dk, own ? dk_own : 0);
-        pull(call, &call->v, n, e, v.plain, dv, 0);
+        vjp(call, &call->k, n, d, k.plain, dk, unrotated ? dk_unrotated : 0);
+        vjp(call, &call->v, n, e, v.plain, dv, 0);
     }
 }
 
-/* How many parts of a head are summed up, in what a causal part's total has for the weight across it. */
+/* Number of finished parts of a head. It is stored where the total of a causal part has the weight across the part. */
 INLINE int *counter_of(const Call *call, int64_t head)
 {
     return (int *)(total_of(call, head, 0) + state_size(call) + row_size(call));
 }
 
-/* What a part's tokens add to the state of a head, or with `back` to the gradient of that; who sums up the last part joins them. */
+/* Sums the tokens of a part into the state of a head, or with `back` into its gradient. The last part to finish adds up all. */
 static void sum_up(const Call *call, int64_t head, int64_t part, int back, float *rest)
 {
     const int64_t size = state_size(call), rows = row_size(call);
     const State *of_heads = back ? &call->grad_state : &call->state;
     float *state = of_heads->sums + head * size, *row = of_heads->row + head * rows;
-    float *own = state, *own_row = row;
+    float *sums = state, *sum_row = row;
     if (call->split.parts > 1) {
-        own = total_of(call, head, part), own_row = own + size;
-        memset(own, 0, (size + rows) * sizeof(float));
+        sums = total_of(call, head, part), sum_row = sums + size;
+        memset(sums, 0, (size + rows) * sizeof(float));
     }
     if (back)
-        pull_queries(call, head, part, own, own_row, rest);
+        vjp_queries(call, head, part, sums, sum_row, rest);
     else
-        sum_keys(call, head, part, own, own_row, rest);
+        sum_keys(call, head, part, sums, sum_row, rest);
     if (call->split.parts == 1 || __atomic_add_fetch(counter_of(call, head), 1, __ATOMIC_ACQ_REL) < call->split.parts)
         return;
     for (int64_t m = 0; m < call->split.parts; m++) {
-        own = total_of(call, head, m), own_row = own + size;
+        sums = total_of(call, head, m), sum_row = sums + size;
         for (int64_t i = 0; i < size; i++)
-            state[i] += own[i];
+            state[i] += sums[i];
         for (int64_t i = 0; i < rows; i++)
-            row[i] += own_row[i];
+            row[i] += sum_row[i];
     }
 }
 
-/* What comes of a state for a part's tokens. */
+/* The results of a state for the tokens of a part: sums, or with `back` gradients. */
 static void spread(const Call *call, int64_t head, int64_t part, int back, float *rest)
 {
     if (back)
-        pull_keys(call, head, part, rest);
+        vjp_keys(call, head, part, rest);
     else
         read_out(call, head, part, call->state.sums + head * state_size(call), call->state.row + head * row_size(call), rest);
-    fence(); /* what is written past the caches is there before others read it */
+    fence(); /* writes past the caches are visible before others read them */
 }
 
 static void sum_up_piece(const void *of, int64_t n, int64_t worker)
@@ -214,7 +217,7 @@ static void spread_piece(const void *of, int64_t n, int64_t worker)
     spread(call, n / call->split.parts, n % call->split.parts, call->flags.back, scratch_of(call, worker));
 }
 
-/* States and their gradients are sums of all tokens; backward, states are the saved ones. */
+/* Sums up the tokens of all parts, then computes the results; the backward pass reads the saved states. */
 static void run_all(Call *call, int back)
 {
     call->flags.back = back;

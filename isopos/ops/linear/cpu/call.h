@@ -1,9 +1,9 @@
-/* What a call describes, the same in library.py, and how its tokens are addressed, read and written. */
+/* The structure of a call, equal to the one in library.py, and how its tokens are addressed, read and written. */
 
-#define CHUNK 64 /* the most tokens of a chunk */
-#define MOST 256 /* the most features */
+#define CHUNK 64 /* tokens of a chunk, at most */
+#define MOST 256 /* features, at most */
 
-/* Rows of tokens, contiguous features: strides in numbers; those of samples and heads may be zero. */
+/* Rows of tokens with contiguous features. Strides count numbers; strides of samples and heads may be zero. */
 typedef struct {
     void *first;
     int64_t sample, head, token;
@@ -11,55 +11,55 @@ typedef struct {
 
 enum { IDENTITY, ELU1, RELU, RELU2, EXP }; /* COMPILED of feature_maps.py */
 enum { NONE, ROTATION, LIFT, GATHER };
-enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather that is no feature's; NaN or infinite sums */
+enum { OUT_OF_RANGE = 1, NOT_FINITE = 2 }; /* an index of a gather is out of range; a sum is NaN or infinite */
 
-/* An input x, and what makes features of it: phi, a reflection, then a table. `own` are features for the denominator. x and its
-   gradient are `numbers` of a type, all others float32. */
+/* An input x and its feature map: phi, a reflection, then a table. `unrotated` holds phi(x) for the denominator, if PyTorch has
+   computed the features. x and its gradient are `numbers` numbers of a type per token; all else is float32. */
 typedef struct {
-    View x, own, grad, grad_own, mask, normal, table, grad_table; /* mask: bytes, tokens that take part; any may be null but x */
-    int64_t type, numbers, width;                                 /* width: the numbers up to whole vectors */
-    int64_t phi, kind, add;                                       /* add: to gradients that are there */
-    int64_t uncached;                                             /* whether gradients are written past the caches */
-    double *grad_decay;                                           /* [all length] or null */
+    View x, unrotated, grad, grad_unrotated, mask, normal, table, grad_table; /* all but x may be null; mask: bytes, 0 or 1 */
+    int64_t type, numbers, width; /* width: numbers, rounded up to whole vectors */
+    int64_t phi, kind, add;       /* add: whether gradients are added to the existing ones */
+    int64_t uncached;             /* whether gradients are written past the caches */
+    double *grad_decay;           /* [all length] or null */
 } Input;
 
-/* Sums of k v^T [all groups d e], and of the keys of a denominator [all groups own or d]. */
+/* Sums of k v^T [all groups d e], and of keys for a denominator [all groups unrotated or d]. */
 typedef struct {
     float *sums, *row;
 } State;
 
 typedef struct {
-    int64_t all, heads;   /* heads of all samples, and of one */
-    int64_t length, keys; /* tokens, of queries and of keys where sums are over all keys */
-    int64_t d, e, own;    /* features of keys, of values, and of the denominator alone or 0: up to whole vectors */
-    int64_t values;       /* numbers of a sum */
+    int64_t all, heads;      /* heads of all samples, heads of one sample */
+    int64_t length, keys;    /* queries, and keys if sums are over all keys */
+    int64_t d, e, unrotated; /* features of keys, of values, of the unrotated denominator or 0: rounded up to whole vectors */
+    int64_t values;          /* numbers of a sum */
 } Sizes;
 
 typedef struct {
     int64_t denominated, divide;
-    int64_t begins, ends; /* no token comes before these, or after them */
-    int64_t reverse;      /* sums over later tokens, added to those that are there */
-    int64_t back;         /* whether these are gradients: for the library itself */
+    int64_t begins, ends; /* whether no token precedes these; whether none follows */
+    int64_t reverse;      /* sums over later tokens, added to the existing sums */
+    int64_t back;         /* whether this is a backward pass; set by the library itself */
 } Flags;
 
 typedef struct {
     View query, key; /* log decays, double, or null */
-    float *across;   /* of a step: weights of the states before [. all], or null */
+    float *across;   /* of a step: weights of the states before it [. all], or null */
 } Decay;
 
 typedef struct {
-    View sums, denominator, grad; /* sums are divided or not */
+    View sums, denominator, grad; /* sums: divided or not */
     int64_t uncached;             /* whether sums are written past the caches */
 } Output;
 
-/* How heads are cut into parts, and buffers: threads may have small stacks. */
+/* Parts of heads, and buffers, since threads may have small stacks. */
 typedef struct {
     int64_t parts, threads, total_size, scratch_size;
     float *totals, *scratch; /* [all parts total_size] and [threads scratch_size] */
 } Split;
 
-/* `state` holds that before these tokens and ends as that after them, `grad_state` the reverse; `saved` are those before each
-   group of chunks, or null. A step reads `state` and writes `saved`, which may be the same. */
+/* `state` is the state before these tokens and becomes the state after them; `grad_state` the reverse. `saved` has the state
+   before each group of chunks, or is null. A step reads `state` and writes `saved`, which may be the same memory. */
 typedef struct {
     Sizes size;
     Flags flags;
@@ -69,11 +69,11 @@ typedef struct {
     Split split;
     Input q, k, v;
     int64_t token;   /* of a step: its row in tables and weights */
-    int64_t *status; /* bits of what went wrong on the way */
-    float floor;  /* the least magnitude of a denominator */
+    int64_t *status; /* bits of errors */
+    float floor;  /* smallest magnitude of a denominator */
 } Call;
 
-/* c tokens of a head, from `start` on; the head is one of all, and number `in_sample` of its sample. */
+/* c tokens of a head, from `start` on. `head` counts over all samples, `in_sample` within one. */
 typedef struct {
     int64_t head, sample, in_sample, start, c;
 } Chunk;
@@ -108,7 +108,7 @@ INLINE void report(const Call *call, int64_t what)
     __atomic_fetch_or(call->status, what, __ATOMIC_RELAXED);
 }
 
-/* A denominator with a magnitude of at least the floor and its own sign. */
+/* A denominator with its magnitude clamped to at least the floor; the sign is kept. */
 INLINE float clamped(const Call *call, float denominator)
 {
     return __builtin_fabsf(denominator) < call->floor ? __builtin_copysignf(call->floor, denominator) : denominator;
@@ -131,7 +131,7 @@ INLINE float *take(float **buffer, int64_t count)
     return taken;
 }
 
-/* Some numbers as float32 with zeros up to a width: where they are, or in the buffer. */
+/* Numbers as float32 with zeros up to a width: in place if they have this form, otherwise in the buffer. */
 INLINE const float *load(const void *from, int64_t type, int64_t numbers, int64_t width, float *buffer)
 {
     if (type == FLOAT32 && numbers == width)
@@ -147,7 +147,7 @@ INLINE const float *load(const void *from, int64_t type, int64_t numbers, int64_
     return buffer;
 }
 
-/* The row i of an input. */
+/* Row i of an input. */
 INLINE const float *load_row(const Input *o, Chunk n, int64_t i, float *buffer)
 {
     return load(address_of(&o->x, n, i, o->type), o->type, o->numbers, o->width, buffer);

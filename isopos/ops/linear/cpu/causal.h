@@ -2,15 +2,15 @@
 
 #define UNCACHED (1 << 20) /* numbers of a result that is written past the caches */
 
-/* What products of a chunk's rows become: less a number a row, weighted, and zero where a query does not see; with `own` it sees
-   itself. */
+/* What becomes of products of the rows of a chunk: minus one number per row (neg_grad), weighted, and zero for keys that a query
+   does not see. With `diagonal` query i sees key i. */
 typedef struct {
     const Weights *w;
-    const float *inside, *less; /* or null */
-    int64_t c, own;
+    const float *inside, *neg_grad; /* or null */
+    int64_t c, diagonal;
 } Seen;
 
-/* Products of ROWS rows, from row i on, and of columns from j on. */
+/* Products of ROWS rows from row i on with columns from j on. */
 INLINE void score_panel(const int wide, const Product *p, const Seen *seen, int64_t i, int64_t j, float *out, Ahead *ahead)
 {
     const float *inside = seen->inside, *row = seen->w->fades && !inside ? seen->w->row : 0;
@@ -23,9 +23,9 @@ INLINE void score_panel(const int wide, const Product *p, const Seen *seen, int6
         for (int w = 0; w < wide; w++)
             sum[r][w] = (lanes){0};
     add_product(sum, wide, p, j, ahead);
-    for (int r = 0; seen->less && r < ROWS; r++)
+    for (int r = 0; seen->neg_grad && r < ROWS; r++)
         for (int w = 0; w < wide; w++)
-            sum[r][w] -= seen->less[i + r];
+            sum[r][w] -= seen->neg_grad[i + r];
     for (int r = 0; row && r < ROWS; r++)
         for (int w = 0; w < wide; w++)
             sum[r][w] *= row[i + r] * *(const lanes *)(seen->w->column + j + w * LANES);
@@ -33,7 +33,7 @@ INLINE void score_panel(const int wide, const Product *p, const Seen *seen, int6
         for (int w = 0; w < wide; w++)
             sum[r][w] *= *(const lanes *)(inside + (i + r) * CHUNK + j + w * LANES);
     for (int r = 0; r < ROWS; r++) {
-        const int last = i + r < seen->c ? i + r + seen->own : 0;
+        const int last = i + r < seen->c ? i + r + seen->diagonal : 0;
         for (int w = 0; w < wide; w++)
             *(lanes *)(out + (i + r) * CHUNK + j + w * LANES) = (lanes)((column + w * (int32_t)LANES < last) & (order)sum[r][w]);
     }
@@ -52,12 +52,12 @@ static void weigh(Rows a, const float *b, int64_t width, const Seen *seen, float
     }
 }
 
-/* Denominators of a chunk, as they are, given the sum of keys before it. */
+/* Denominators of a chunk before clamping, given the sum of keys before it. */
 static void denominators(const Call *call, int64_t c, const Weights *w, const Made *q, const Made *k, const float *row,
                          const float *scores, float *denominator)
 {
-    const int64_t own = call->size.own, d = call->size.d;
-    if (!own) {
+    const int64_t unrotated = call->size.unrotated, d = call->size.d;
+    if (!unrotated) {
         for (int64_t i = 0; i < c; i++) {
             lanes sum = {0};
             for (int64_t m = 0; m < d; m += LANES)
@@ -69,11 +69,11 @@ static void denominators(const Call *call, int64_t c, const Weights *w, const Ma
         }
         return;
     }
-    const Rows queries = q->own, keys = k->own;
+    const Rows queries = q->unrotated, keys = k->unrotated;
     memset(denominator, 0, c * sizeof(float));
-    for (int64_t m = 0; m < own; m += WIDE * LANES) {
+    for (int64_t m = 0; m < unrotated; m += WIDE * LANES) {
         lanes seen[WIDE];
-        const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
+        const int wide = unrotated - m < WIDE * LANES ? (unrotated - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
             seen[v] = *(const lanes *)(row + m + v * LANES);
         for (int64_t i = 0; i < c; i++) {
@@ -90,48 +90,49 @@ static void denominators(const Call *call, int64_t c, const Weights *w, const Ma
     }
 }
 
-/* Gradients of the own features of a chunk [c own]; `row` sums up keys before it, `later` queries after it. */
-static void pull_denominators(const Call *call, int64_t c, const Weights *w, const Made *q, const Made *k, const float *less,
+/* Gradients of the unrotated features of a chunk [c unrotated]; `row` sums up keys before it, `later` queries after it. */
+static void vjp_denominators(const Call *call, int64_t c, const Weights *w, const Made *q, const Made *k, const float *neg_grad,
                               const float *row, const float *later, float *dq, float *dk)
 {
-    const int64_t own = call->size.own;
-    const Rows queries = q->own, keys = k->own;
-    for (int64_t m = 0; m < own; m += WIDE * LANES) {
+    const int64_t unrotated = call->size.unrotated;
+    const Rows queries = q->unrotated, keys = k->unrotated;
+    for (int64_t m = 0; m < unrotated; m += WIDE * LANES) {
         lanes sum[WIDE], end[WIDE];
-        const int wide = own - m < WIDE * LANES ? (own - m) / LANES : WIDE;
+        const int wide = unrotated - m < WIDE * LANES ? (unrotated - m) / LANES : WIDE;
         for (int v = 0; v < wide; v++)
             sum[v] = *(const lanes *)(row + m + v * LANES);
         for (int64_t i = 0; i < c; i++) {
-            const float s = w->step[i], last = last_weight(w, i, call->flags.reverse), l = -less[i];
+            const float s = w->step[i], last = last_weight(w, i, call->flags.reverse), l = -neg_grad[i];
             const float *key = keys.at + (call->flags.reverse && i ? i - 1 : i) * keys.stride + m;
             for (int v = 0; v < wide; v++) {
                 sum[v] = s * sum[v] + last * *(const lanes *)(key + v * LANES);
-                *(lanes *)(dq + i * own + m + v * LANES) = l * sum[v];
+                *(lanes *)(dq + i * unrotated + m + v * LANES) = l * sum[v];
             }
         }
         for (int v = 0; v < wide; v++)
             sum[v] = (lanes){0}, end[v] = *(const lanes *)(later + m + v * LANES);
         for (int64_t i = c - 1; i >= 0; i--) {
-            const float s = i + 1 < c ? w->step[i + 1] : 0, a = w->after[i], l = less[i];
-            const float first = !call->flags.reverse ? own_weight(w, i) : i + 1 < c ? next_weight(w, i + 1) : 0; /* to see it */
+            const float s = i + 1 < c ? w->step[i + 1] : 0, a = w->after[i], l = neg_grad[i];
+            const int64_t reverse = call->flags.reverse; /* first: the weight that the first query gives to key i */
+            const float first = !reverse ? diagonal_weight(w, i) : i + 1 < c ? next_weight(w, i + 1) : 0;
             for (int v = 0; v < wide; v++) {
                 const lanes after = sum[v];
                 sum[v] = s * after + l * *(const lanes *)(queries.at + i * queries.stride + m + v * LANES);
-                *(lanes *)(dk + i * own + m + v * LANES) = -(first * (call->flags.reverse ? after : sum[v]) + a * end[v]);
+                *(lanes *)(dk + i * unrotated + m + v * LANES) = -(first * (call->flags.reverse ? after : sum[v]) + a * end[v]);
             }
         }
     }
 }
 
-/* What a pass knows of a chunk. */
+/* A chunk in a pass. */
 typedef struct {
     Chunk n;
     Weights w;
     Made q, k, v;
-    float *grads, *less, *state, *row; /* backward: gradients of sums [c e], less those of denominators, and states before */
+    float *grads, *neg_grad, *state, *row; /* backward: gradients of sums [c e], of denominators (negative), states before */
 } Step;
 
-#define STEP ((int64_t)(sizeof(Step) + 63) / 64 * 16) /* numbers that one takes, of whole lines of memory */
+#define STEP ((int64_t)(sizeof(Step) + 63) / 64 * 16) /* numbers per step, in whole lines of memory */
 
 static void begin_step(const Call *call, Chunk n, Step *step, float **buffer)
 {
@@ -194,20 +195,20 @@ static void forward_chunk(const Call *call, const Step *step, Ahead *ahead, cons
         report(call, NOT_FINITE);
 }
 
-/* Gradients of a chunk's sums [c e], with zeros up to a whole block, and less those of its denominators. */
+/* Gradients of the sums of a chunk [c e], with zeros up to a whole block, and minus the gradients of its denominators. */
 static void make_grads(const Call *call, Step *step, float **buffer)
 {
     const int64_t c = step->n.c, e = call->size.e;
     const float *grad = rows_of(&call->out.grad, step->n);
     float buffers[2][MOST] ALIGNED;
-    step->grads = take(buffer, CHUNK * e), step->less = take(buffer, CHUNK); /* of rows up to a whole block, too */
+    step->grads = take(buffer, CHUNK * e), step->neg_grad = take(buffer, CHUNK); /* of rows up to a whole block, too */
     for (int64_t i = 0; i < c; i++) {
         const float *row = grad + i * call->out.grad.token, *from = load(row, FLOAT32, call->size.values, e, buffers[0]);
         float *to = step->grads + i * e;
         if (!call->flags.divide) {
             memcpy(to, from, e * sizeof(float));
             if (call->flags.denominated)
-                step->less[i] = -row[call->size.values];
+                step->neg_grad[i] = -row[call->size.values];
             continue;
         }
         const float *sums = rows_of(&call->out.sums, step->n) + i * call->out.sums.token;
@@ -220,36 +221,36 @@ static void make_grads(const Call *call, Step *step, float **buffer)
             sum += g * *(const lanes *)(out + m);
             *(lanes *)(to + m) = g;
         }
-        step->less[i] = __builtin_fabsf(denominator) <= call->floor ? 0 : total(sum);
+        step->neg_grad[i] = __builtin_fabsf(denominator) <= call->floor ? 0 : total(sum);
     }
     memset(step->grads + c * e, 0, (blocks(c) - c) * e * sizeof(float));
 }
 
-/* Gradients of a chunk's inputs, given those of the states after it; its own states have keys as columns. */
+/* Gradients of the inputs of a chunk, given the gradients of the states after it; step->state is transposed. */
 static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, const float *grad_state, const float *grad_row,
                            float *rest)
 {
     const Chunk n = step->n;
     const Weights *w = &step->w;
-    const int64_t c = n.c, d = call->size.d, e = call->size.e, own = call->size.own;
+    const int64_t c = n.c, d = call->size.d, e = call->size.e, unrotated = call->size.unrotated;
     const int64_t earlier = call->flags.begins && n.start == 0 ? 0 : e;
     const int64_t later = call->flags.ends && n.start + c == call->size.length ? 0 : 1;
-    const float *less = call->flags.denominated ? step->less : 0;
+    const float *neg_grad = call->flags.denominated ? step->neg_grad : 0;
     const Rows q = step->q.features, k = step->k.features, v = step->v.features, grad = {step->grads, e};
     float *transposed = take(&rest, (d > CHUNK ? d : CHUNK) * (d > e ? d : e));
     float *scores = take(&rest, CHUNK * CHUNK), *grad_scores = take(&rest, CHUNK * CHUNK), *buffer = take(&rest, CHUNK * CHUNK);
     float *dq = take(&rest, CHUNK * d), *dk = take(&rest, CHUNK * d), *dv = take(&rest, CHUNK * e);
-    float *dq_own = take(&rest, CHUNK * own), *dk_own = take(&rest, CHUNK * own);
+    float *dq_unrotated = take(&rest, CHUNK * unrotated), *dk_unrotated = take(&rest, CHUNK * unrotated);
     const Seen seen = {w, make_inside(w, c, buffer), 0, c, !call->flags.reverse};
-    const Seen less_seen = {w, seen.inside, own ? 0 : less, c, seen.own};
+    const Seen seen_grads = {w, seen.inside, unrotated ? 0 : neg_grad, c, seen.diagonal};
     const float *before = w->fades ? w->before : 0, *after = w->fades ? w->after : 0;
     transpose(k, c, d, transposed, CHUNK);
     weigh(q, transposed, d, &seen, scores, ahead);
     transpose(v, c, e, transposed, CHUNK);
-    weigh(grad, transposed, e, &less_seen, grad_scores, ahead);
+    weigh(grad, transposed, e, &seen_grads, grad_scores, ahead);
     if (later)
         transpose((Rows){grad_state, e}, d, e, transposed, d);
-    for (int64_t i = 0; i < c; i += ROWS) { /* a product after the other, by which what one reads stays in the nearest cache */
+    for (int64_t i = 0; i < c; i += ROWS) { /* one product after another, so that its operands stay in the nearest cache */
         const int64_t to = i + ROWS < c ? i + ROWS : c;
         const Product of_state = {grad.at + i * e, e, 1, step->state, d, earlier};
         const Product inside = {grad_scores + i * CHUNK, CHUNK, 1, k.at, k.stride, to};
@@ -265,28 +266,28 @@ static void backward_chunk(const Call *call, const Step *step, Ahead *ahead, con
         const Product inside = {scores + i * CHUNK + i, 1, CHUNK, grad.at + i * e, e, c - i};
         block(&(Out){dv + i * e, e}, e, &of_state, after ? after + i : 0, &inside, ahead);
     }
-    if (less && own)
-        pull_denominators(call, c, w, &step->q, &step->k, less, step->row, grad_row, dq_own, dk_own);
-    else if (less)
+    if (neg_grad && unrotated)
+        vjp_denominators(call, c, w, &step->q, &step->k, neg_grad, step->row, grad_row, dq_unrotated, dk_unrotated);
+    else if (neg_grad)
         for (int64_t i = 0; i < c; i++)
             for (int64_t m = 0; m < d; m += LANES) {
-                *(lanes *)(dq + i * d + m) -= w->before[i] * less[i] * *(const lanes *)(step->row + m);
+                *(lanes *)(dq + i * d + m) -= w->before[i] * neg_grad[i] * *(const lanes *)(step->row + m);
                 *(lanes *)(dk + i * d + m) -= w->after[i] * *(const lanes *)(grad_row + m);
             }
     if (call->q.grad_decay) /* weights <q, k> exp(g_q - g_k): as if q and k were scaled */
         for (int64_t i = 0; i < c; i++) {
             double of_q = dot(dq + i * d, q.at + i * q.stride, d), of_k = dot(dk + i * d, k.at + i * k.stride, d);
-            if (less && own) {
-                const Rows queries = step->q.own, keys = step->k.own;
-                of_q += dot(dq_own + i * own, queries.at + i * queries.stride, own);
-                of_k += dot(dk_own + i * own, keys.at + i * keys.stride, own);
+            if (neg_grad && unrotated) {
+                const Rows queries = step->q.unrotated, keys = step->k.unrotated;
+                of_q += dot(dq_unrotated + i * unrotated, queries.at + i * queries.stride, unrotated);
+                of_k += dot(dk_unrotated + i * unrotated, keys.at + i * keys.stride, unrotated);
             }
             const int64_t at = n.head * call->size.length + n.start + i;
             call->q.grad_decay[at] = of_q, call->k.grad_decay[at] = -of_k;
         }
-    pull(call, &call->q, n, d, step->q.plain, dq, less && own ? dq_own : 0);
-    pull(call, &call->k, n, d, step->k.plain, dk, less && own ? dk_own : 0);
-    pull(call, &call->v, n, e, step->v.plain, dv, 0);
+    vjp(call, &call->q, n, d, step->q.plain, dq, neg_grad && unrotated ? dq_unrotated : 0);
+    vjp(call, &call->k, n, d, step->k.plain, dk, neg_grad && unrotated ? dk_unrotated : 0);
+    vjp(call, &call->v, n, e, step->v.plain, dv, 0);
 }
 
 /* --- heads and their parts --- */
@@ -296,11 +297,12 @@ EXPORT int64_t isopos_call_size(void)
     return sizeof(Call);
 }
 
-/* Numbers that a thread needs at most, as the functions here take them. */
-EXPORT int64_t isopos_scratch_size(int64_t d, int64_t e, int64_t own)
+/* The most numbers that a thread takes from its buffer. */
+EXPORT int64_t isopos_scratch_size(int64_t d, int64_t e, int64_t unrotated)
 {
-    const int64_t row = own > d ? own : d, step = CHUNK * (2 * d + 2 * e + 2 * own + 1) + d * e + row, most = d > e ? d : e;
-    const int64_t chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * own);
+    const int64_t row = unrotated > d ? unrotated : d, most = d > e ? d : e;
+    const int64_t step = CHUNK * (2 * d + 2 * e + 2 * unrotated + 1) + d * e + row;
+    const int64_t chunk = CHUNK * (3 * CHUNK + 2 * d + e + 2 * unrotated);
     return GROUP * (step + STEP) + d * e + row + CHUNK * most + (d > CHUNK ? d : CHUNK) * most + chunk;
 }
 
@@ -308,11 +310,11 @@ static void forward_part(const Call *call, int64_t head, int64_t part, float *re
 {
     const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
     const int64_t groups = isopos_groups(call->size.length);
-    float *state = take(&rest, size), *row = take(&rest, d > call->size.own ? d : call->size.own);
+    float *state = take(&rest, size), *row = take(&rest, d > call->size.unrotated ? d : call->size.unrotated);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
     const int64_t from = begin_of(call, part, 0), to = begin_of(call, part + 1, 0);
     start_part(call, head, part, call->state.sums, call->state.row, state, row);
-    const int kept = to == call->size.length && !call->flags.ends; /* whether a state after the last chunk is wanted */
+    const int kept = to == call->size.length && !call->flags.ends; /* whether the state after the last chunk is needed */
     for (int64_t start = from; start < to; start += CHUNK) {
         float *buffer = rest;
         Step step;
@@ -328,7 +330,7 @@ static void forward_part(const Call *call, int64_t head, int64_t part, float *re
             continue;
         outer(step.k.features, step.v.features, &step.w, step.w.after, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
-            add_rows(step.k.own, step.w.after, 0, step.n.c, rows, step.w.across, row);
+            add_rows(step.k.unrotated, step.w.after, 0, step.n.c, rows, step.w.across, row);
     }
     if (kept) {
         memcpy(call->state.sums + head * size, state, size * sizeof(float));
@@ -336,18 +338,18 @@ static void forward_part(const Call *call, int64_t head, int64_t part, float *re
     }
 }
 
-/* A group of chunks, given gradients of the states after it, which become those before it. */
+/* Gradients of a group of chunks; replaces the gradients of the states after it by the gradients of the states before it. */
 static void backward_group(const Call *call, int64_t head, int64_t start, int64_t to, float *grad_state, float *grad_row,
                            float *scaled, float *rest)
 {
     const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call);
     const int64_t at = head * isopos_groups(call->size.length) + start / (GROUP * CHUNK);
-    Step *steps = (Step *)take(&rest, GROUP * STEP), *step = steps; /* too much for a small stack */
+    Step *steps = (Step *)take(&rest, GROUP * STEP), *step = steps; /* too large for a small stack */
     Ahead none = {0};
     for (int64_t n = start; n < to; n += CHUNK, step++) {
         begin_step(call, chunk_of(call, head, n, to), step, &rest);
         make_grads(call, step, &rest);
-        step->state = take(&rest, size), step->row = take(&rest, d > call->size.own ? d : call->size.own);
+        step->state = take(&rest, size), step->row = take(&rest, d > call->size.unrotated ? d : call->size.unrotated);
         if (n == start) {
             transpose((Rows){call->saved.sums + at * size, e}, d, e, step->state, d);
             memcpy(step->row, call->saved.row + at * rows, rows * sizeof(float));
@@ -358,7 +360,7 @@ static void backward_group(const Call *call, int64_t head, int64_t start, int64_
               &none);
         memcpy(step->row, last->row, rows * sizeof(float));
         if (rows)
-            add_rows(last->k.own, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
+            add_rows(last->k.unrotated, last->w.after, 0, last->n.c, rows, last->w.across, step->row);
     }
     while (step-- > steps) {
         const int64_t earlier = step->n.start - GROUP * CHUNK;
@@ -367,14 +369,14 @@ static void backward_group(const Call *call, int64_t head, int64_t start, int64_
         outer(step->q.features, (Rows){step->grads, e}, &step->w, step->w.before, step->n.c, d, e, scaled, grad_state, grad_state,
               &ahead);
         if (rows)
-            add_rows(step->q.own, step->w.before, step->less, step->n.c, rows, step->w.across, grad_row);
+            add_rows(step->q.unrotated, step->w.before, step->neg_grad, step->n.c, rows, step->w.across, grad_row);
     }
 }
 
 static void backward_part(const Call *call, int64_t head, int64_t part, float *rest)
 {
     const int64_t d = call->size.d, e = call->size.e, size = state_size(call), rows = row_size(call), group = GROUP * CHUNK;
-    float *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->size.own ? d : call->size.own);
+    float *grad_state = take(&rest, size), *grad_row = take(&rest, d > call->size.unrotated ? d : call->size.unrotated);
     float *scaled = take(&rest, CHUNK * (d > e ? d : e));
     const int64_t from = begin_of(call, part, 1), to = begin_of(call, part + 1, 1);
     start_part(call, head, part, call->grad_state.sums, call->grad_state.row, grad_state, grad_row);
@@ -386,7 +388,7 @@ static void backward_part(const Call *call, int64_t head, int64_t part, float *r
     }
 }
 
-/* Adds a part to a total, and to the weight across it: of the state before it, or with `back` of the gradient of that after it. */
+/* Adds a part to its total and multiplies the weight across it; with `back`, for gradients of the states after the part. */
 static void sum_part(const Call *call, int64_t head, int64_t part, float *state, int back, float *rest)
 {
     const int64_t d = call->size.d, e = call->size.e, rows = row_size(call);
@@ -400,11 +402,11 @@ static void sum_part(const Call *call, int64_t head, int64_t part, float *state,
         step.n = chunk_of(call, head, start, to);
         make_weights(call, step.n, &step.w);
         const Made keys = make_features(call, back ? &call->q : &call->k, step.n, d, &buffer);
-        const float *weight = back ? step.w.before : step.w.after, *less = 0;
+        const float *weight = back ? step.w.before : step.w.after, *neg_grad = 0;
         Rows values;
         if (back) {
             make_grads(call, &step, &buffer);
-            values = (Rows){step.grads, e}, less = step.less;
+            values = (Rows){step.grads, e}, neg_grad = step.neg_grad;
         } else
             values = make_features(call, &call->v, step.n, e, &buffer).features;
         const Chunk next = chunk_of(call, head, back ? start - CHUNK : start + CHUNK, back ? start : to);
@@ -412,12 +414,12 @@ static void sum_part(const Call *call, int64_t head, int64_t part, float *state,
         ahead.twice = 1; /* with one product alone */
         outer(keys.features, values, &step.w, weight, step.n.c, d, e, scaled, state, state, &ahead);
         if (rows)
-            add_rows(keys.own, weight, less, step.n.c, rows, step.w.across, row);
+            add_rows(keys.unrotated, weight, neg_grad, step.n.c, rows, step.w.across, row);
         *across *= step.w.across;
     }
 }
 
-/* Totals of parts begin with nothing; those of two with the state of the head, by which they are what each part starts with. */
+/* Initial totals of parts: zero, or of two parts the state of the head, so that totals are the states that parts start with. */
 static void begin_totals(const Call *call, int64_t head, int back)
 {
     const int64_t size = state_size(call), rows = row_size(call);
@@ -432,26 +434,26 @@ static void begin_totals(const Call *call, int64_t head, int back)
     }
 }
 
-/* Totals of parts become the states that they start with; that of the head goes through them. */
+/* Replaces the total of each part by the state that the part starts with. */
 static void join_parts(const Call *call, int64_t head, int back)
 {
     const int64_t size = state_size(call), rows = row_size(call);
     const State *of_heads = back ? &call->grad_state : &call->state;
     float *state = of_heads->sums + head * size, *row = of_heads->row + head * rows;
     for (int64_t m = 0; m < call->split.parts; m++) {
-        float *own = total_of(call, head, back ? call->split.parts - 1 - m : m), across = own[size + rows];
+        float *sums = total_of(call, head, back ? call->split.parts - 1 - m : m), across = sums[size + rows];
         for (int64_t i = 0; i < size + rows; i++) {
             float *through = i < size ? state + i : row + i - size;
-            const float added = own[i];
-            own[i] = *through;
+            const float added = sums[i];
+            sums[i] = *through;
             if (m + 1 < call->split.parts)
-                *through = across * own[i] + added;
+                *through = across * sums[i] + added;
         }
     }
 }
 
-/* Whether rows [width] of all tokens are written past the caches: where they are many, and whole lines of memory that has been
-   in use (what the system has cleared just now is in a cache). */
+/* Whether rows [width] of all tokens are written past the caches: many of them, in whole lines of memory that was in use before
+   (memory that the system has just cleared is in a cache). */
 static int streams(const Call *call, const View *view, int64_t length, int64_t width)
 {
 #ifdef RESIDENT
@@ -466,28 +468,29 @@ static int streams(const Call *call, const View *view, int64_t length, int64_t w
 #endif
 }
 
-/* Makes tokens go from the last one to the first. */
-static void turn(View *view, int64_t length, int64_t size)
+/* Reverses the order of tokens. */
+static void reverse_view(View *view, int64_t length, int64_t size)
 {
     view->first = view->first ? (char *)view->first + (length - 1) * view->token * size : 0;
     view->token = -view->token;
 }
 
-static void turn_all(Call *call)
+static void reverse_tokens(Call *call)
 {
     const int64_t length = call->size.length;
     for (Input *o = &call->q; o <= &call->v; o++) {
         const int64_t size = o->type == FLOAT32 ? 4 : 2;
-        turn(&o->x, length, size), turn(&o->grad, length, size);
-        turn(&o->own, length, 4), turn(&o->grad_own, length, 4);
-        turn(&o->table, length, o->kind == GATHER ? 1 : 4), turn(&o->grad_table, length, 4);
-        turn(&o->mask, length, 1);
+        reverse_view(&o->x, length, size), reverse_view(&o->grad, length, size);
+        reverse_view(&o->unrotated, length, 4), reverse_view(&o->grad_unrotated, length, 4);
+        reverse_view(&o->table, length, o->kind == GATHER ? 1 : 4), reverse_view(&o->grad_table, length, 4);
+        reverse_view(&o->mask, length, 1);
     }
-    turn(&call->decay.query, length, 8), turn(&call->decay.key, length, 8);
-    turn(&call->out.sums, length, 4), turn(&call->out.denominator, length, 4), turn(&call->out.grad, length, 4);
+    reverse_view(&call->decay.query, length, 8), reverse_view(&call->decay.key, length, 8);
+    reverse_view(&call->out.sums, length, 4), reverse_view(&call->out.grad, length, 4);
+    reverse_view(&call->out.denominator, length, 4);
 }
 
-/* Pieces of a call are heads, or their parts. */
+/* Pieces of a call are heads or parts of heads. */
 static void sum_piece(const void *of, int64_t n, int64_t worker)
 {
     const Call *call = of;
@@ -507,20 +510,20 @@ static void causal_piece(const void *of, int64_t n, int64_t worker)
     const Call *call = of;
     const int64_t back = call->flags.back, parts = call->split.parts, head = n / parts, part = n % parts;
     float *scratch = scratch_of(call, worker);
-    if (parts == 2 && part == !back) /* rather than to wait for the other one */
+    if (parts == 2 && part == !back) /* instead of waiting for the other part */
         sum_part(call, head, !part, total_of(call, head, part), back, scratch);
     if (back)
         backward_part(call, head, part, scratch);
     else
         forward_part(call, head, part, scratch);
-    fence(); /* what is written past the caches is there before others read it */
+    fence(); /* writes past the caches are visible before others read them */
 }
 
 static void run(Call *call, int back)
 {
     call->flags.back = back;
     if (call->flags.reverse)
-        turn_all(call);
+        reverse_tokens(call);
     const Sizes *size = &call->size;
     const int64_t parts = call->split.parts, all = size->all * parts;
     call->out.uncached = !back && !call->flags.reverse && size->values == size->e &&

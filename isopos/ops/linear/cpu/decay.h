@@ -1,14 +1,14 @@
-/* Weights that a log decay gives to tokens of a chunk, and to the states before and after it. */
+/* Weights from log decays: of the tokens of a chunk, and of the states before and after it. */
 
-#define STEEP 64 /* the most that a log decay falls by inside a chunk whose weights are products */
+#define STEEP 64 /* largest fall of a log decay inside a chunk whose weights are products of rows and columns */
 
-/* exp(g_i - g_j) from the token before a chunk to each (before), from each to its last one (after), from token to token (step)
-   and across it. No exponent of these exceeds zero: r^i and r^-j, which overflow, are not formed. But where a log decay falls by
-   at most STEEP inside a chunk, weights there are row_i * column_j, with the first key between them. */
+/* exp(g_i - g_j) from the token before the chunk to token i (before), from token j to the last one (after), from token to token
+   (step), and across the chunk. No exponent exceeds zero: r^i and r^-j, which overflow, are not formed. If a log decay falls by at
+   most STEEP inside a chunk, weights there are row_i * column_j, relative to the first key. */
 typedef struct {
     float before[CHUNK], after[CHUNK], step[CHUNK], row[CHUNK], column[CHUNK], across;
     double query[CHUNK], key[CHUNK];
-    int fades, steep; /* whether any weight is not 1, and whether there are no rows and columns */
+    int fades, steep; /* whether any weight differs from 1; whether row and column are unusable */
 } Weights;
 
 static void make_weights(const Call *call, Chunk n, Weights *w)
@@ -19,10 +19,10 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
     if (call->decay.query.first) {
         const double *query = (const double *)call->decay.query.first + index_of(&call->decay.query, n);
         const double *key = (const double *)call->decay.key.first + index_of(&call->decay.key, n);
-        const int first = call->flags.begins && n.start == 0; /* then the state before is zero */
-        const double sign = call->flags.reverse ? -1 : 1; /* tokens that are further away have less weight in either direction */
+        const int first = call->flags.begins && n.start == 0; /* the state before is zero */
+        const double sign = call->flags.reverse ? -1 : 1; /* weights fall with distance in either direction */
         start = sign * key[first ? 0 : -call->decay.key.token], end = sign * key[(c - 1) * call->decay.key.token];
-        if (first && start < sign * *query) /* that token has no key before it, from which to fall */
+        if (first && start < sign * *query) /* no key precedes the first query */
             start = sign * *query;
         for (int64_t i = 0; i < c; i++) {
             w->query[i] = sign * query[i * call->decay.query.token];
@@ -51,25 +51,25 @@ static void make_weights(const Call *call, Chunk n, Weights *w)
     }
 }
 
-/* The weight of a token's own key, and that of the key before it. */
-INLINE float own_weight(const Weights *w, int64_t i)
+/* The weight that query i gives to key i. */
+INLINE float diagonal_weight(const Weights *w, int64_t i)
 {
     return w->fades && w->query[i] != w->key[i] ? exponentials((doubles){w->query[i] - w->key[i]})[0] : 1;
 }
 
+/* The weight that query i gives to key i - 1. */
 INLINE float next_weight(const Weights *w, int64_t i)
 {
     return w->fades && w->query[i - 1] != w->key[i - 1] ? exponentials((doubles){w->query[i] - w->key[i - 1]})[0] : w->step[i];
 }
 
-/* The weight of the last key that token i of a chunk sees, its own one or in `reverse` that before it; 0 where another chunk has
-   it. */
+/* The weight of the last key that query i of a chunk sees: key i, or with `reverse` key i - 1; 0 outside the chunk. */
 INLINE float last_weight(const Weights *w, int64_t i, int64_t reverse)
 {
-    return !reverse ? own_weight(w, i) : i ? next_weight(w, i) : 0;
+    return !reverse ? diagonal_weight(w, i) : i ? next_weight(w, i) : 0;
 }
 
-/* Weights inside a chunk [c CHUNK], for those that a query sees; null where they are products of rows and columns, or 1. */
+/* Weights inside a chunk [c CHUNK], for keys that a query sees; null if they are products of rows and columns, or 1. */
 static const float *make_inside(const Weights *w, int64_t c, float *out)
 {
     if (!w->fades || !w->steep)

@@ -12,8 +12,8 @@ INLINE lanes feature(int64_t phi, lanes x)
     return phi == EXP ? exponential(x, 89) : x;
 }
 
-/* Of x and its feature y. */
-INLINE lanes slope(int64_t phi, lanes x, lanes y)
+/* The derivative phi'(x), from x and its feature y = phi(x). */
+INLINE lanes derivative(int64_t phi, lanes x, lanes y)
 {
     const lanes zero = {0}, one = zero + 1.0f;
     if (phi == ELU1)
@@ -25,7 +25,7 @@ INLINE lanes slope(int64_t phi, lanes x, lanes y)
     return phi == EXP ? y : one;
 }
 
-/* A call with each feature map as a constant, by which loops have no choices. */
+/* A call with the feature map as a constant, so that its loops have no branches. */
 #define BY_MAP(phi, call)         \
     switch (phi) {                \
     case ELU1:                    \
@@ -52,12 +52,12 @@ static void map(int64_t phi, const float *x, float *y, int64_t width)
     BY_MAP(phi, MAP)
 }
 
-/* phi(x) and phi'(x) of numbers up to whole vectors: what tests compare with feature_maps.py. */
-EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *derivative, int64_t count)
+/* phi(x) and phi'(x) of whole vectors of numbers, for tests against feature_maps.py. */
+EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *derivatives, int64_t count)
 {
     map(phi, x, y, count);
     for (int64_t m = 0; m < count; m += LANES)
-        *(lanes *)(derivative + m) = slope(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
+        *(lanes *)(derivatives + m) = derivative(phi, *(const lanes *)(x + m), *(const lanes *)(y + m));
 }
 
 #define OTHER(l) HALF1(l)
@@ -65,7 +65,7 @@ EXPORT void isopos_features(int64_t phi, const float *x, float *y, float *deriva
 #define ODD(l) ((l) | 1)
 #define SIGN(l) ((l) & 1 ? 1 : -1)
 
-/* a * b, less c in even lanes and c more in odd ones; with sign -1 the reverse. */
+/* a * b - c in even lanes, a * b + c in odd lanes; with sign -1 the reverse. */
 INLINE lanes alternate(lanes a, lanes b, lanes c, float sign)
 {
 #ifdef __FMA__
@@ -96,7 +96,7 @@ INLINE void split_table(const float *table, lanes *cosine, lanes *sine)
     *sine = SHUFFLE(a, b, SECOND);
 }
 
-/* The reflection of x, which may be y. */
+/* y = the reflection of x; x may be y. */
 INLINE void reflect(const float *normal, const float *x, float *y, int64_t width)
 {
     const float twice = 2 * dot(x, normal, width);
@@ -115,7 +115,7 @@ INLINE int in_range(const unsigned char *index, int64_t width)
 INLINE void gather(const float *x, const unsigned char *index, float *y, int64_t width)
 {
 #ifdef LOOKS_UP
-    if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* out of every two registers, which the bits above those say */
+    if (width % (2 * LANES) == 0 && width <= 8 * LANES) { /* from pairs of registers, selected by higher bits of the index */
         for (int64_t m = 0; m < width; m += LANES) {
             order at;
             for (int l = 0; l < LANES; l++)
@@ -134,7 +134,7 @@ INLINE void gather(const float *x, const unsigned char *index, float *y, int64_t
         y[m] = x[index[m]];
 }
 
-/* The table of an isometry applied to features x [width], which are not y. */
+/* y = the table of an isometry applied to features x [width]; x must not be y. */
 INLINE void move(const Input *o, const float *x, const void *table, float *y)
 {
     if (o->kind == ROTATION)
@@ -150,7 +150,7 @@ INLINE void move(const Input *o, const float *x, const void *table, float *y)
         }
 }
 
-/* Its adjoint. */
+/* The adjoint of `move`. */
 INLINE void move_adjoint(const Input *o, const float *y, const void *table, float *x)
 {
     if (o->kind == ROTATION)
@@ -168,8 +168,8 @@ INLINE void move_adjoint(const Input *o, const float *y, const void *table, floa
         }
 }
 
-/* The gradient of a token's table [2 a pair], from features before it and gradients after it. */
-INLINE void pull_table(const Input *o, const float *x, const float *grad, float *out)
+/* The gradient of the table of one token, from the features before it and the gradient after it. */
+INLINE void vjp_table(const Input *o, const float *x, const float *grad, float *out)
 {
 #define ODD_OF_SECOND(l) ((l) & 1 ? LANES + (l) : (l))
 #define FROM_LOW(l) (((l) & 1 ? LANES : 0) + (l) / 2)
@@ -190,7 +190,7 @@ INLINE void pull_table(const Input *o, const float *x, const float *grad, float 
     }
 }
 
-/* The token i of a chunk in the table of an input, in the buffer if need be: indices of a byte, or float32. */
+/* The table row of token i of a chunk, in the buffer if needed: indices of one byte each, or float32. */
 INLINE const void *table_of(const Input *o, Chunk n, int64_t i, float *buffer)
 {
     const int64_t at = index_of(&o->table, n) + i * o->table.token;
@@ -200,7 +200,7 @@ INLINE const void *table_of(const Input *o, Chunk n, int64_t i, float *buffer)
     return load((const float *)o->table.first + at, FLOAT32, each * o->numbers, each * o->width, buffer);
 }
 
-/* The normal of a head, in the buffer if need be, or null. */
+/* The normal of a head, in the buffer if needed, or null. */
 INLINE const float *normal_of(const Input *o, Chunk n, float *buffer)
 {
     return o->normal.first ? load(rows_of(&o->normal, n), FLOAT32, o->numbers, o->width, buffer) : 0;
@@ -221,9 +221,9 @@ INLINE int dropped(const Input *o, Chunk n, int64_t i)
     return o->mask.first && !((const char *)o->mask.first)[index_of(&o->mask, n) + i * o->mask.token];
 }
 
-/* What is known of an input's chunk: features [c d], those of its denominator alone [c own], and phi's [c width] or null. */
+/* Features of a chunk [c d], unrotated features for the denominator [c unrotated], and phi(x) [c width] or null. */
 typedef struct {
-    Rows features, own;
+    Rows features, unrotated;
     const float *plain;
 } Made;
 
@@ -232,11 +232,11 @@ INLINE int moves(const Input *o)
     return o->kind != NONE || o->normal.first;
 }
 
-/* The features of token i of a chunk, phi's own on the way: where nothing moves them these are the same. */
+/* The features of token i of a chunk, phi's unrotated on the way: where nothing moves them these are the same. */
 INLINE void make_token(const Call *call, const Input *o, Chunk n, int64_t i, int64_t d, float *plain, float *features)
 {
     const int64_t width = o->width;
-    if (dropped(o, n, i)) { /* whatever it holds */
+    if (dropped(o, n, i)) { /* masked: its gradient is zero, even of NaN */
         memset(plain, 0, width * sizeof(float));
         memset(features, 0, d * sizeof(float));
         return;
@@ -244,7 +244,7 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, int64_t i, int
     float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
     map(o->phi, load_row(o, n, i, buffer), plain, width);
     for (int64_t m = o->numbers; m < width; m++)
-        plain[m] = 0; /* whatever phi makes of zero */
+        plain[m] = 0; /* phi(0) may differ from zero */
     if (!moves(o))
         return;
     const float *y = plain;
@@ -266,14 +266,14 @@ INLINE void make_token(const Call *call, const Input *o, Chunk n, int64_t i, int
         features[m] = 0;
 }
 
-/* The features of a chunk, in the buffer or where they are; their buffer ends with zeros up to a whole block. */
+/* The features of a chunk, in place or in the buffer, which ends with zeros up to a whole block. */
 static Made make_features(const Call *call, const Input *o, Chunk n, int64_t d, float **buffer)
 {
     const int64_t c = n.c;
-    const int own = call->size.own && o != &call->v;
+    const int needed = call->size.unrotated && o != &call->v;
     Made made = {{rows_of(&o->x, n), o->x.token}, {0, 0}, 0};
     if (!ready(o, c)) {
-        const int apart = moves(o) && own && !o->own.first;
+        const int apart = moves(o) && needed && !o->unrotated.first;
         float *rows = take(buffer, CHUNK * d), *plains = apart ? take(buffer, CHUNK * o->width) : 0, room[MOST] ALIGNED;
         for (int64_t i = 0; i < c; i++) {
             float *features = rows + i * d, *plain = moves(o) ? apart ? plains + i * o->width : room : features;
@@ -282,15 +282,15 @@ static Made make_features(const Call *call, const Input *o, Chunk n, int64_t d, 
         memset(rows + c * d, 0, (blocks(c) - c) * d * sizeof(float));
         made = (Made){{rows, d}, {plains, o->width}, apart ? plains : moves(o) ? 0 : rows};
     }
-    if (own && o->own.first)
-        made.own = (Rows){rows_of(&o->own, n), o->own.token};
-    else if (!made.own.at)
-        made.own = made.features; /* of maps that move nothing, and where denominators have none of their own */
+    if (needed && o->unrotated.first)
+        made.unrotated = (Rows){rows_of(&o->unrotated, n), o->unrotated.token};
+    else if (!made.unrotated.at)
+        made.unrotated = made.features; /* without a map, or if the denominator takes the mapped features */
     return made;
 }
 
-/* Gradients of a learned table from those of features [c d], given phi's own where they are. */
-static void pull_tables(const Call *call, const Input *o, Chunk n, int64_t d, const float *grad, const float *saved)
+/* Gradients of a learned table from gradients of features [c d]; `saved` is phi(x) [c width] or null. */
+static void vjp_tables(const Call *call, const Input *o, Chunk n, int64_t d, const float *grad, const float *saved)
 {
     const int64_t numbers = (o->kind == LIFT ? 2 : 1) * o->numbers;
     float *out = rows_of(&o->grad_table, n), buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED;
@@ -305,47 +305,49 @@ static void pull_tables(const Call *call, const Input *o, Chunk n, int64_t d, co
             map(o->phi, load_row(o, n, i, room), buffer, o->width);
         if (o->normal.first)
             reflect(normal_of(o, n, room), buffer, buffer, o->width);
-        pull_table(o, buffer, grad, room);
+        vjp_table(o, buffer, grad, room);
         memcpy(out, room, numbers * sizeof(float));
     }
 }
 
-/* The gradient of a token x, from that of phi's features and phi's features y, or null. */
-static void pull_token(int64_t phi, const float *x, const float *y, const float *grad, const float *more, int64_t width,
+/* The gradient of a token x, from the gradient of phi(x) in one or two terms, and y = phi(x) or null. */
+static void vjp_token(int64_t phi, const float *x, const float *y, const float *grad, const float *more, int64_t width,
                        int64_t add, int uncached, float *out)
 {
-#define PULL(phi)                                                                                    \
+#define VJP(phi)                                                                                    \
     for (int64_t m = 0; m < width; m += LANES) {                                                        \
         lanes g = *(const lanes *)(grad + m);                                                        \
         if (more)                                                                                    \
             g += *(const lanes *)(more + m);                                                         \
         if (phi != IDENTITY) {                                                                       \
             const lanes a = *(const lanes *)(x + m);                                                 \
-            g *= slope(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                       \
+            g *= derivative(phi, a, y ? *(const lanes *)(y + m) : feature(phi, a));                  \
         }                                                                                            \
         if (add)                                                                                     \
             g += *(const lanes *)(out + m);                                                          \
         put(out + m, g, uncached);                                                                       \
     }
-    BY_MAP(phi, PULL)
+    BY_MAP(phi, VJP)
 }
 
-/* Gradients of x from those of its features [c d] and of its own ones [c own]; saved are phi's features or null. */
-static void pull(const Call *call, const Input *o, Chunk n, int64_t d, const float *saved, float *grad, float *grad_own)
+/* Gradients of x from gradients of its features [c d] and unrotated features [c unrotated]; `saved` is phi(x) or null. */
+static void vjp(const Call *call, const Input *o, Chunk n, int64_t d, const float *saved, float *grad, float *grad_unrotated)
 {
     const int64_t width = o->width, size = o->numbers * (o->type == FLOAT32 ? 4 : 2);
     float buffer[MOST] ALIGNED, room[2 * MOST] ALIGNED, sum[MOST] ALIGNED;
-    if (o->grad_own.first) {
+    if (o->grad_unrotated.first) {
+        const int64_t numbers = call->size.unrotated;
         for (int64_t i = 0; i < n.c; i++)
-            memcpy(rows_of(&o->grad_own, n) + i * o->grad_own.token, grad_own + i * call->size.own, call->size.own * sizeof(float));
-        grad_own = 0;
+            memcpy(rows_of(&o->grad_unrotated, n) + i * o->grad_unrotated.token, grad_unrotated + i * numbers,
+                   numbers * sizeof(float));
+        grad_unrotated = 0;
     }
     if (o->grad_table.first)
-        pull_tables(call, o, n, d, grad, saved);
+        vjp_tables(call, o, n, d, grad, saved);
     for (int64_t i = 0; i < n.c; i++, grad += d) {
         const float *from = grad;
         char *out = address_of(&o->grad, n, i, o->type);
-        if (dropped(o, n, i)) { /* whatever it holds */
+        if (dropped(o, n, i)) { /* masked: its gradient is zero, even of NaN */
             if (!o->add)
                 memset(out, 0, size);
             continue;
@@ -359,14 +361,14 @@ static void pull(const Call *call, const Input *o, Chunk n, int64_t d, const flo
             from = buffer;
         }
         const float *x = load_row(o, n, i, room);
-        const float *y = saved ? saved + i * width : 0, *more = grad_own ? grad_own + i * call->size.own : 0;
+        const float *y = saved ? saved + i * width : 0, *more = grad_unrotated ? grad_unrotated + i * call->size.unrotated : 0;
         if (whole(o)) {
-            pull_token(o->phi, x, y, from, more, width, o->add, o->uncached, (float *)out);
+            vjp_token(o->phi, x, y, from, more, width, o->add, o->uncached, (float *)out);
             continue;
         }
         if (o->add)
-            load(out, o->type, o->numbers, width, sum); /* into it, as they are not whole */
-        pull_token(o->phi, x, y, from, more, width, o->add, 0, sum);
+            load(out, o->type, o->numbers, width, sum); /* into `sum`, since rows are not whole vectors */
+        vjp_token(o->phi, x, y, from, more, width, o->add, 0, sum);
         store(sum, o->type, o->numbers, out);
     }
 }

@@ -1,8 +1,8 @@
-/* Products of matrices: blocks of rows that stay in registers, and the next chunk asked for meanwhile. */
+/* Matrix products: blocks of rows stay in registers, and the next chunk is prefetched meanwhile. */
 
-#define STEPS (64 / LANES) /* of a product, between lines of memory that it asks for */
+#define STEPS (64 / LANES) /* steps of a product per prefetched line of memory */
 
-/* a [rows depth] times b [depth columns]; a's strides let it be a transpose. */
+/* a [rows depth] times b [depth columns]; with swapped strides a is a transpose. */
 typedef struct {
     const float *a;
     int64_t row, column;
@@ -10,19 +10,18 @@ typedef struct {
     int64_t stride, depth;
 } Product;
 
-/* Tokens of a chunk that is further than a processor looks ahead: asked for line by line while products are made, as all at once
-   would take the buffers that other lines need. Of k, v, q, the gradient and the output of sums, and gradients of k, v and q
-   some that follow each other. */
+/* A later chunk, further away than processors prefetch by themselves. It is prefetched line by line during products: all at once
+   would take the buffers that other lines need. Tensors are k, v, q, the gradient of sums, sums, and gradients of k, v, q. */
 typedef struct {
     const Call *call;
     Chunk n;
-    int tensor, tensors;   /* the next one, and the end */
+    int tensor, tensors;   /* the next tensor, and the end */
     const char *at, *stop; /* the next line, and the end of its row */
-    int64_t stride, gap;      /* from row to row, and from the end of one to the next, in bytes */
-    int64_t left, twice;      /* lines of this tensor; whether two are asked for at a time, not one */
+    int64_t stride, gap;      /* in bytes: from row to row, and from the end of a row to the next row */
+    int64_t left, twice;      /* remaining lines of this tensor; whether two lines are prefetched at a time */
 } Ahead;
 
-/* To the next tensor that there is, when one is done. */
+/* Continues with the next tensor that exists when one is done. */
 static void go_on(Ahead *ahead)
 {
     const Call *call = ahead->call;
@@ -43,7 +42,7 @@ static void go_on(Ahead *ahead)
 INLINE Ahead ahead_of(const Call *call, Chunk n, int tensor, int tensors)
 {
     Ahead ahead = {call, n, tensor, n.c > 0 ? tensors : 0};
-    ahead.twice = call->size.d <= 32 || call->flags.reverse; /* by which about all are asked for */
+    ahead.twice = call->size.d <= 32 || call->flags.reverse; /* so that about all lines are prefetched */
     return ahead;
 }
 
@@ -59,7 +58,7 @@ INLINE void add_step(lanes sum[ROWS][WIDE], const int wide, const Product *p, in
     }
 }
 
-/* Columns of b from j on. */
+/* Adds the product with columns of b from j on. */
 INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p, int64_t j, Ahead *ahead)
 {
     const char *at = ahead->at, *stop = ahead->stop;
@@ -79,8 +78,8 @@ INLINE void add_product(lanes sum[ROWS][WIDE], const int wide, const Product *p,
     ahead->at = at, ahead->stop = stop, ahead->left = left;
 }
 
-/* Where ROWS rows of a block go, and what they are multiplied by at the end, or null; `uncached` as `put` has it. Zero times every
-   number is added to `zeros`, if it is given: they stay zeros where all are finite. */
+/* Destination of ROWS rows of a block, and their final factors or null; `uncached` as in `put`. Zero times every number is added
+   to `zeros`, unless it is null: it stays zero if all numbers are finite. */
 typedef struct {
     float *at;
     int64_t stride;
@@ -121,7 +120,7 @@ INLINE void panel(const int wide, const Out *out, int64_t j, const Product *p, c
         *out->zeros += zeros[w];
 }
 
-/* out [ROWS columns] = last * (scale * p + more); a scale that is null is 1. */
+/* out [ROWS columns] = last * (scale * p + more); a null scale is 1. */
 static void block(const Out *out, int64_t columns, const Product *p, const float *scale, const Product *more, Ahead *ahead)
 {
     int64_t j = 0;
@@ -131,8 +130,8 @@ static void block(const Out *out, int64_t columns, const Product *p, const float
         panel(1, out, j, p, scale, more, ahead);
 }
 
-/* to [rows columns] = across * from + p, of whole blocks of rows: a chunk's own sum, as sums of all tokens one by one would lose
-   digits. */
+/* to [rows columns] = across * from + p, for whole blocks of rows. The sum p over the chunk is formed first: adding tokens one by
+   one would lose digits. */
 INLINE void state_panel(const int wide, const float *from, float *to, int64_t stride, float across, const Product *p, int64_t j,
                         Ahead *ahead)
 {
@@ -158,7 +157,7 @@ static void add_to_state(const float *from, float *to, int64_t rows, int64_t col
     }
 }
 
-/* x [rows columns] into out [columns stride], with zeros for the rows up to the stride. */
+/* out [columns stride] = x [rows columns] transposed, with zeros up to the stride. */
 static void transpose(Rows x, int64_t rows, int64_t columns, float *out, int64_t stride)
 {
 #define LOW(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))

@@ -1,14 +1,13 @@
-/* Linear attention with float32 sums, causal ones and those over all keys: what chunks.py says with separate PyTorch operations.
+/* Linear attention with float32 sums, causal or over all keys: the algorithm of chunks.py without separate PyTorch operations.
 
-   A thread takes a head and goes through its chunks, with states, features and scores in its own cache; threads meet once, at
-   the end. Where there are fewer heads than threads, heads are cut into parts: what each part adds to the states is summed up
-   first. Products leave out what a query does not see. Features are made on the way, so that nothing is written that only the
-   next pass would read: float32 ones of narrower numbers, with zeros up to whole vectors where a width is no multiple of them.
-   Sums over later tokens are those over earlier ones of the tokens in reverse, without a token's own key. Sums over all keys are
-   one state, that of all of them, and a product with it; then gradients of that state come before those of keys and values.
+   A thread takes a head and scans its chunks, with states, features and scores in its cache; threads synchronise once, at the
+   end. If there are fewer heads than threads, heads are cut into parts, and the contribution of each part to the states is summed
+   up first. Products leave out keys that a query does not see. Features are computed per chunk and never written to memory: they
+   are float32, with zeros up to whole vectors. Sums over later tokens are sums over earlier ones with the tokens in reverse order,
+   without the diagonal. Sums over all keys are products with one state, whose gradient comes before those of keys and values.
 
-   Built once per instruction set: AVX512, AVX2 and what every x86-64 has, and NEON on ARM, by GCC or Clang; library.py picks one.
-   It takes nothing but the C library: no symbols of Python or PyTorch, and the threads of whoever calls. */
+   It is built once per instruction set (AVX512, AVX2, SSE2 for any x86-64; NEON on ARM) by GCC or Clang; library.py picks one. It
+   needs only the C library: no symbols of Python or PyTorch, and it runs on the threads of the caller. */
 
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +15,7 @@
 #include <immintrin.h>
 #ifdef __linux__
 #include <sys/mman.h>
-#define RESIDENT /* mincore says whether a page is in memory */
+#define RESIDENT /* mincore tells whether a page is in memory */
 #endif
 #endif
 

@@ -1,11 +1,11 @@
 /* Rotations alone. */
 
-/* Tokens of x times their rows of a table, or of its adjoint, into out [all tokens .]: heads of all samples. */
+/* out [all tokens .] = tokens of x, mapped by their rows of a table or by the adjoint; `all` counts heads of all samples. */
 typedef struct {
     View x, table;
     float *out;
     int64_t all, heads, tokens, adjoint, threads;
-    Input input; /* its kind and width */
+    Input input; /* only its kind, numbers and width are used */
 } Rotate;
 
 EXPORT int64_t isopos_rotate_size(void)
@@ -17,9 +17,9 @@ static void rotate_tokens(const Rotate *call, int64_t head, int64_t from, int64_
 {
     const Input *o = &call->input;
     const int64_t width = o->kind == LIFT && !call->adjoint ? 2 * o->width : o->width;
-    const int64_t sample = head / call->heads, own = head % call->heads;
-    const float *x = (const float *)call->x.first + sample * call->x.sample + own * call->x.head + from * call->x.token;
-    const float *table = (const float *)call->table.first + sample * call->table.sample + own * call->table.head;
+    const int64_t sample = head / call->heads, in_sample = head % call->heads;
+    const float *x = (const float *)call->x.first + sample * call->x.sample + in_sample * call->x.head + from * call->x.token;
+    const float *table = (const float *)call->table.first + sample * call->table.sample + in_sample * call->table.head;
     float *out = call->out + (head * call->tokens + from) * width, buffer[2 * MOST] ALIGNED;
     table += from * call->table.token;
     for (int64_t i = from; i < to; i++, x += call->x.token, table += call->table.token, out += width) {

@@ -1,12 +1,12 @@
-/* Vectors in the extensions of GCC and Clang: their length, exp, sums, and numbers of 16 bits.
+/* Vectors as extensions of GCC and Clang: their length, exp, sums, and 16-bit numbers.
 
-   Each instruction set has a length. An intrinsic stands only where no operator says the same, or where compilers make more of it
-   than one instruction; whatever has none, as NEON, takes the operators. */
+   The length depends on the instruction set. Intrinsics stand only where no operator has the same meaning, or compilers turn it
+   into more than one instruction; sets without intrinsics here, such as NEON, use operators. */
 
 #if defined __AVX512F__
 #define LANES 16
-#define ROWS 8 /* of a block, whose ROWS * WIDE sums stay in registers: enough of them to hide that a sum takes four cycles */
-#define WIDE 2 /* vectors of a row of a block */
+#define ROWS 8 /* rows of a block; its ROWS * WIDE sums stay in registers, enough to hide the latency of four cycles */
+#define WIDE 2 /* vectors per row of a block */
 #define LIST(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #define X86(name) _mm512_##name
 typedef __m512 native;
@@ -39,7 +39,7 @@ typedef double doubles __attribute__((vector_size(LANES * 8), aligned(8), may_al
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* Of two vectors, after each other, the numbers at f(0), f(1) and so on. Clang's name is also that of GCC 12 and later. */
+/* The numbers f(0), f(1), ... of two concatenated vectors. GCC 12 and later know Clang's name, too. */
 #if defined __clang__
 #define SHUFFLE(a, b, f) __builtin_shufflevector(a, b, LIST(f))
 #else
@@ -60,7 +60,7 @@ INLINE lanes choose(order where, lanes a, lanes b)
     return (lanes)either(where, (order)a, (order)b);
 }
 
-/* The smaller and the larger one; NaN where x is. */
+/* Minimum and maximum; NaN if x is NaN. */
 INLINE lanes at_most(lanes x, float most)
 {
 #ifdef X86
@@ -80,7 +80,7 @@ INLINE lanes at_least(lanes x, float least)
 }
 
 #if LANES < 16
-/* The nearest whole numbers to small ones. */
+/* The nearest integers of small numbers. */
 INLINE lanes nearest(lanes x)
 {
 #ifdef __AVX2__
@@ -92,13 +92,13 @@ INLINE lanes nearest(lanes x)
 }
 #endif
 
-/* exp of the smaller one of x and `most`, to about one unit in the last place; with infinities and NaN as they should be. */
+/* exp(min(x, most)), to about one unit in the last place, with the right infinities and NaN. */
 INLINE lanes exponential(lanes x, float most)
 {
     const float log2 = 1.44269504f, high = 0.693359375f, low = -2.12194440e-4f; /* high + low = log 2 */
     x = at_least(at_most(x, most), -104);
 #if LANES == 16
-    /* x = log(2) n + r, where n has four binary places: 2^n is a number of a table times a power of 2 */
+    /* x = log(2) n + r, where n has four binary digits after the point: 2^n is a table entry times a power of 2 */
     static const float powers[16] ALIGNED = {1.0f, 1.0442737824f, 1.0905077327f, 1.1387886348f, 1.1892071150f, 1.2418578121f,
                                              1.2968395547f, 1.3542555469f, 1.4142135624f, 1.4768261459f, 1.5422108254f,
                                              1.6104903319f, 1.6817928305f, 1.7562521604f, 1.8340080864f, 1.9152065614f};
@@ -121,16 +121,15 @@ INLINE lanes exponential(lanes x, float most)
 #endif
 }
 
-/* With what float32 leaves of x, by which products of exponentials are as exact as they are. */
+/* exp of float64 exponents: the part of x that float32 drops is added back, so that products of weights stay exact. */
 INLINE lanes exponentials(doubles x)
 {
     const lanes most = __builtin_convertvector(x, lanes), power = exponential(most, 89);
     const lanes rest = __builtin_convertvector(x - __builtin_convertvector(most, doubles), lanes);
-    return power + power * choose((order)(rest * rest < 1.0f), rest, (lanes){0}); /* infinity has none */
+    return power + power * choose((order)(rest * rest < 1.0f), rest, (lanes){0}); /* no rest at infinity */
 }
 
-/* Writes a vector, with `uncached` to memory without reading what is overwritten: an aligned one then. Others may read what is
-   written so after `fence`. */
+/* Writes a vector; with `uncached`, to memory past the caches, at an aligned address. Other threads may read it after `fence`. */
 INLINE void put(float *out, lanes x, int uncached)
 {
 #ifdef X86
@@ -150,7 +149,7 @@ INLINE void fence(void)
 #endif
 }
 
-/* Of two vectors, after each other, the numbers at indices, whose higher bits count for nothing. */
+/* The numbers of two concatenated vectors at indices; higher bits of an index are ignored. */
 #ifdef __AVX2__
 #define LOOKS_UP
 INLINE lanes look_up(lanes a, lanes b, order at)
@@ -185,7 +184,7 @@ INLINE float dot(const float *x, const float *y, int64_t width)
     return total(sum);
 }
 
-/* float16 numbers, and the nearest ones to float32 numbers, of two the even one. */
+/* Conversion of float16 to float32, and of float32 to the nearest float16, ties to even. */
 INLINE lanes from_float16(halves x)
 {
 #if defined __AVX512F__
@@ -194,7 +193,7 @@ INLINE lanes from_float16(halves x)
     return (lanes)_mm256_cvtph_ps((__m128i)x);
 #else
     const order bits = __builtin_convertvector(x, order), size = bits & 0x7fff, sign = (bits & 0x8000) << 16;
-    const lanes least = __builtin_convertvector(size, lanes) * 0x1p-24f; /* below the normal ones */
+    const lanes least = __builtin_convertvector(size, lanes) * 0x1p-24f; /* subnormal numbers */
     const order special = (order)(size >= 0x7c00) & 0x7f800000;
     const order normal = ((size << 13) + (112 << 23)) | special;
     return (lanes)(sign | either((order)(size < 0x400), (order)least, normal));
@@ -209,7 +208,7 @@ INLINE halves to_float16(lanes x)
     return (halves)_mm256_cvtps_ph((native)x, 0);
 #else
     const order bits = (order)x, size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    const order least = (order)((lanes)size + 0.5f) - 0x3f000000; /* below the normal ones: units are those of 0.5 */
+    const order least = (order)((lanes)size + 0.5f) - 0x3f000000; /* subnormal numbers, in units of 0.5 */
     const order normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
     const order finite = either((order)(size < 0x38800000), least, normal);
     const order special = ((order)(size > 0x7f800000) & 0x200) | 0x7c00; /* NaN or infinity */
@@ -223,7 +222,7 @@ INLINE lanes widen(const void *from, int64_t type)
     return type == FLOAT16 ? from_float16(x) : (lanes)(__builtin_convertvector(x, order) << 16);
 }
 
-/* To the nearest of a type, and to the even one of two. */
+/* Conversion to the nearest number of a type, ties to even. */
 INLINE void narrow(lanes x, int64_t type, void *to)
 {
     const order bits = (order)x, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -1,8 +1,8 @@
 /* States, and what the chunks of a head and its parts add to them. */
 
-#define GROUP 4  /* chunks between states that the backward pass gets: it computes those between again */
+#define GROUP 4  /* chunks per saved state; the backward pass recomputes the states in between */
 
-/* across * out + rows of x by weights, and by others if they are given: a chunk's own sum, as above. */
+/* out = across * out + sum_i weight[i] * other[i] * x[i]; other may be null. The sum of the chunk is formed first, as above. */
 static void add_rows(Rows x, const float *weight, const float *other, int64_t c, int64_t width, float across, float *out)
 {
     float weights[CHUNK];
@@ -20,7 +20,7 @@ static void add_rows(Rows x, const float *weight, const float *other, int64_t c,
     }
 }
 
-/* to [x y] = across * from + a [c x]^T times weight * b [c y]: a state after a chunk, from that before it. */
+/* to [x y] = across * from + a [c x]^T times weight * b [c y]: the state after a chunk from the state before it. */
 static void outer(Rows a, Rows b, const Weights *w, const float *weight, int64_t c, int64_t x, int64_t y, float *scaled,
                   const float *from, float *to, Ahead *ahead)
 {
@@ -33,7 +33,7 @@ static void outer(Rows a, Rows b, const Weights *w, const float *weight, int64_t
     add_to_state(from, to, x, y, w->across, (Product){a.at, 1, a.stride, b.at, b.stride, c}, ahead);
 }
 
-/* Numbers of a state, and those of a denominator's. */
+/* Numbers of a state, and numbers of the sum of keys for a denominator. */
 INLINE int64_t state_size(const Call *call)
 {
     return call->size.d * call->size.e;
@@ -41,17 +41,17 @@ INLINE int64_t state_size(const Call *call)
 
 INLINE int64_t row_size(const Call *call)
 {
-    return !call->flags.denominated ? 0 : call->size.own ? call->size.own : call->size.d;
+    return !call->flags.denominated ? 0 : call->size.unrotated ? call->size.unrotated : call->size.d;
 }
 
-/* Groups of chunks that so many tokens are, before each of which states are saved. */
+/* Number of chunk groups of `length` tokens; the state before each group is saved. */
 EXPORT int64_t isopos_groups(int64_t length)
 {
     return (length + GROUP * CHUNK - 1) / (GROUP * CHUNK);
 }
 
-/* Where a part of a head begins, with whole groups. Of two parts the one that sums up the other one is shorter, by what that
-   takes: a third of a forward pass, and a sixth of a backward one. */
+/* First token of a part of a head; parts consist of whole groups. Of two parts, the one that also sums up the other is shorter
+   by the cost of that: a third of a forward pass, a sixth of a backward pass. */
 static int64_t begin_of(const Call *call, int64_t part, int back)
 {
     const int64_t groups = isopos_groups(call->size.length), first = back ? (groups * 5 + 5) / 11 : (groups * 3 + 2) / 5;
@@ -59,21 +59,21 @@ static int64_t begin_of(const Call *call, int64_t part, int back)
     return group * GROUP * CHUNK < call->size.length ? group * GROUP * CHUNK : call->size.length;
 }
 
-/* A part's total: a state, a denominator's, and the weight across the part. */
+/* Total of a part: a state, the sum of keys for a denominator, and the weight across the part. */
 INLINE float *total_of(const Call *call, int64_t head, int64_t part)
 {
     return call->split.totals + (head * call->split.parts + part) * call->split.total_size;
 }
 
-/* Where a state of a part begins: with that of the head, or with what the other parts add up to. */
-static void start_part(const Call *call, int64_t head, int64_t part, const float *state, const float *row, float *own,
-                       float *own_row)
+/* Copies the state that a part starts with: the state of the head, or the total of the parts before it. */
+static void start_part(const Call *call, int64_t head, int64_t part, const float *state, const float *row, float *into,
+                       float *into_row)
 {
     const int64_t size = state_size(call), rows = row_size(call);
     if (call->split.parts > 1)
         state = total_of(call, head, part), row = state + size;
     else
         state += head * size, row += head * rows;
-    memcpy(own, state, size * sizeof(float));
-    memcpy(own_row, row, rows * sizeof(float));
+    memcpy(into, state, size * sizeof(float));
+    memcpy(into_row, row, rows * sizeof(float));
 }

@@ -3,7 +3,8 @@
 static void step_head(const void *of, int64_t n, int64_t worker)
 {
     const Call *call = of;
-    const int64_t d = call->size.d, e = call->size.e, own = call->size.own, columns = e + (call->flags.denominated && !own);
+    const int64_t d = call->size.d, e = call->size.e, unrotated = call->size.unrotated;
+    const int64_t columns = e + (call->flags.denominated && !unrotated);
     (void)worker;
     const Chunk token = chunk_of(call, n, call->token, call->token + 1);
     float q[MOST] ALIGNED, k[MOST] ALIGNED, v[MOST + 1] ALIGNED, sum[MOST + 1] ALIGNED;
@@ -19,18 +20,18 @@ static void step_head(const void *of, int64_t n, int64_t worker)
         float *to = call->saved.sums + (n * d + i) * columns;
 #pragma omp simd
         for (int64_t j = 0; j < columns; j++) {
-            const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* whatever a state that is over holds */
+            const float x = (across == 0 ? 0 : across * from[j]) + a * v[j]; /* weight 0 also drops NaN */
             to[j] = x;
             sum[j] += b * x;
         }
     }
     float denominator = sum[e];
-    if (own) {
+    if (unrotated) {
         const float *key = moves(&call->k) ? k_plain : k, *query = moves(&call->q) ? q_plain : q;
         denominator = 0;
-        for (int64_t m = 0; m < own; m++) {
-            const float x = (across == 0 ? 0 : across * call->state.row[n * own + m]) + key[m];
-            call->saved.row[n * own + m] = x;
+        for (int64_t m = 0; m < unrotated; m++) {
+            const float x = (across == 0 ? 0 : across * call->state.row[n * unrotated + m]) + key[m];
+            call->saved.row[n * unrotated + m] = x;
             denominator += query[m] * x;
         }
     }
@@ -41,11 +42,12 @@ static void step_head(const void *of, int64_t n, int64_t worker)
         out[j] = call->flags.denominated ? sum[j] / denominator : sum[j];
 }
 
-/* One token per head of a stream: states [heads d e], with one column more where that is the sum of k; rows are sums of own k. */
+/* One token per head of a stream. States are [heads d e], with one more column for the sum of k unless rows hold the sum of the
+   unrotated k. */
 EXPORT void isopos_step(const Call *call)
 {
-    const int64_t columns = call->size.e + (call->flags.denominated && !call->size.own);
-    for (int64_t n = 0; n < call->size.all; n++) /* before a state is written over */
+    const int64_t columns = call->size.e + (call->flags.denominated && !call->size.unrotated);
+    for (int64_t n = 0; n < call->size.all; n++) /* before any state is overwritten */
         for (const Input *o = &call->q; o <= &call->v; o++)
             if (o->kind == GATHER && !in_range(table_of(o, chunk_of(call, n, call->token, call->token + 1), 0, 0), o->numbers)) {
                 report(call, OUT_OF_RANGE);

@@ -1,15 +1,15 @@
-/* Threads: those of whoever calls, by a function of theirs. No thread is started here, and no second pool is loaded. */
+/* Work runs on threads of the caller, through a function that the caller sets. No thread is started here. */
 
 typedef int32_t (*ParallelFor)(int64_t from, int64_t to, int64_t grain, void (*body)(int64_t, int64_t, void *), void *work);
 
-static ParallelFor parallel_for; /* torch_parallel_for of PyTorch's stable C interface; null: the caller's thread does all */
+static ParallelFor parallel_for; /* torch_parallel_for of PyTorch's stable C interface; null: only the calling thread works */
 
 EXPORT void isopos_use_threads(ParallelFor function)
 {
     parallel_for = function;
 }
 
-/* A piece of the work of a call, by one of its workers, which has memory of its own. */
+/* One piece of the work of a call; `worker` selects the scratch memory. */
 typedef void (*Piece)(const void *call, int64_t n, int64_t worker);
 
 typedef struct {
@@ -18,7 +18,7 @@ typedef struct {
     int64_t count, next;
 } Work;
 
-/* The pieces that are left, one after the other: workers that begin late find none, in whatever order a pool runs them. */
+/* Takes the remaining pieces one by one; a worker that starts late may find none. */
 static void take_pieces(int64_t from, int64_t to, void *of)
 {
     Work *work = of;
@@ -27,7 +27,7 @@ static void take_pieces(int64_t from, int64_t to, void *of)
             work->piece(work->call, n, worker);
 }
 
-/* All pieces of some work, which are done when this returns. */
+/* Runs all pieces; returns when they are done. */
 static void share_work(const void *call, Piece piece, int64_t count, int64_t workers)
 {
     Work work = {piece, call, count, 0};
