@@ -43,7 +43,7 @@ NUMERIC: dict[str, tuple[dict[str, Any], ...]] = {  # numeric options to choose 
     "ape-product": ({"parts": "sequence+ring24"}, {"parts": "tree2+grid2"}),
     "grape": ({"planes": 4}, {"axes": 2}),
     "string": ({"axes": 2},),
-    "horn-constrained": ({"axes": 2}, {"sinusoids": 32}),
+    "horn-constrained": ({"axes": 2},),
     "t5": ({"buckets": 8}, {"max_distance": 1024}),
 }
 NOTES: dict[type, str] = {
@@ -73,9 +73,9 @@ class NotDrawable(Exception):
     """A scheme without a form that the page can evaluate; the message is the reason."""
 
 
-def script() -> str:
-    """The catalogue as a script, which pages opened as files can load."""
-    return f"const CATALOGUE = {json.dumps(catalogue(), separators=(',', ':'), allow_nan=False)};\n"
+def script(found: Mapping[str, Any]) -> str:
+    """A catalogue as a script, which pages opened as files can load."""
+    return f"const CATALOGUE = {json.dumps(found, separators=(',', ':'), allow_nan=False)};\n"
 
 
 def catalogue() -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _row(row: Tensor, base: float) -> Any:
     listed = [float(f"{value:.9g}") for value in row.tolist()]
     if torch.tensor(listed).double().equal(row):
         return {"list": listed, "single": True}
-    return {"list": [float(f"{value:.12g}") for value in row.tolist()]}
+    return {"list": row.tolist()}
 
 
 def _run(powers: list[int]) -> list[int] | dict[str, int]:

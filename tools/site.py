@@ -67,7 +67,7 @@ def build() -> None:
     for path in STAGED.glob("results/*/table.md"):
         _rewrite(path, r"\Z", "\n![Validation by update, one line per row](curves.svg)\n")
     _gallery()
-    (STAGED / "assets" / "explorer-data.js").write_text(explorer.script(), encoding="utf-8")
+    (STAGED / "assets" / "explorer-data.js").write_text(explorer.script(explorer.catalogue()), encoding="utf-8")
     _api()
     shutil.rmtree(BUILT, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT, check=True)

@@ -61,8 +61,10 @@ const Explorer = (() => {
   function select(id, text, options, value, change) {
     const list = html("select", { id, change: event => change(event.target.value) });
     for (const [key, shown] of Object.entries(options)) list.append(html("option", { value: key, selected: key === String(value) }, shown));
-    return html("label", { for: id }, text, list);
+    return field(id, text, list);
   }
+
+  const field = (id, text, control) => html("div", {}, html("label", { for: id }, text), control);
 
   const same = values => Object.fromEntries(values.map(value => [value, String(value)]));
   const optionText = options => Object.entries(options).map(([key, value]) => `${key}=${value}`).join(", ") || "defaults";
@@ -83,7 +85,7 @@ const Explorer = (() => {
         if (base > 1 && base < 1e12) change(() => { choice.base = base; });
         else event.target.setAttribute("aria-invalid", "true");
       };
-      fields.push(html("label", { for: id("base") }, "base", html("input", { id: id("base"), type: "text", inputmode: "decimal", value: scheme.base, change: typed })));
+      fields.push(field(id("base"), "base", html("input", { id: id("base"), type: "text", inputmode: "decimal", value: scheme.base, change: typed })));
     }
     if (entry.kinds.length > 1) fields.push(select(id("kind"), "attention", same(entry.kinds), scheme.kind, set("kind")));
     if (entry.decays.includes(scheme.kind)) fields.push(select(id("decay"), "decay", same(Object.keys(CATALOGUE.rates)), scheme.decay, set("decay")));
