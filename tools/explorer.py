@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isopos import bases, biases, contragredient, couplings, encodings, generators
+from isopos import biases, contragredient, couplings, encodings, generators
 from isopos.catalog import CATALOG
 from isopos.decays import RATES
 from isopos.embeddings import Sinusoidal
@@ -56,7 +56,6 @@ NOTES: dict[type, str] = {
     Sinusoidal: "Added to the tokens: the curve is the product of two added vectors, divided by their squared length.",
 }
 REASONS: dict[type, str] = {
-    bases.Spectrum: "the complex basis has twice as many features as queries have",
     biases.Shaw: "learned vectors of offsets meet the query: over all queries their mean score is zero",
     biases.DeBERTa: "learned vectors of offsets meet queries and keys: over all of them their mean score is zero",
     biases.ClippedKeys: "learned vectors of offsets meet the query: over all queries their mean score is zero",
@@ -84,7 +83,7 @@ def catalogue() -> dict[str, Any]:
     for name in CATALOG:
         try:
             schemes[name] = _scheme(name)
-        except NotDrawable as error:
+        except (NotDrawable, ValueError) as error:  # a refusal of these head sizes is a reason, too
             missing[name] = f"{error}"
     rates = {"none": [0.0] * HEADS} | {name: rate(HEADS).tolist() for name, rate in RATES.items()}
     return {"heads": HEADS, "rates": rates, "rules": list(EXTENSIONS), "schemes": schemes, "missing": missing}
@@ -214,7 +213,7 @@ def _bias(scheme: Scheme) -> dict[str, Any] | None:
     if isinstance(bias, biases.Kerple):
         first, second = (number.tolist() for number in bias.numbers())
         return {"kind": "kerple", "power": bias.kernel == "power", "first": first, "second": second}
-    raise NotDrawable(REASONS[type(bias)])
+    raise NotDrawable(_reason(bias))
 
 
 def _blocks(scheme: Scheme, base: float) -> Iterator[dict[str, Any]]:
@@ -240,8 +239,8 @@ def _read(part: nn.Module, columns: list[int], base: float) -> Iterator[dict[str
         for inner, end in zip(parts, ends, strict=True):
             yield from _read(inner, columns if part.shared else columns[end - inner.group.columns : end], base)
     elif isinstance(part, encodings.InBasis | couplings.Absolute | encodings.Partial):
-        if isinstance(part, encodings.InBasis) and type(part.basis) in REASONS:
-            raise NotDrawable(REASONS[type(part.basis)])
+        if isinstance(part, encodings.InBasis) and part.basis.widening > 1:
+            raise NotDrawable("the complex basis has twice as many features as queries have")
         yield from _read(part.encoding, columns, base)
         if isinstance(part, encodings.Partial) and part.rest:
             yield {"kind": "identity", "features": part.rest}
@@ -293,7 +292,13 @@ def _leaf(part: nn.Module, columns: list[int], base: float) -> Iterator[dict[str
             steps = skew_exponential(part.parameter[0].double())
             yield {"kind": "tree", "features": part.features, "columns": columns, "steps": _numbers(steps)}
         case _:
-            raise NotDrawable(REASONS[type(part)])
+            raise NotDrawable(_reason(part))
+
+
+def _reason(part: nn.Module) -> str:
+    """Why a part is not drawn; a class without an entry in `REASONS` is described by its docstring."""
+    summary = (type(part).__doc__ or "").partition("\n")[0].rstrip(".")
+    return REASONS.get(type(part), f"the page has no form for {type(part).__name__} ({summary}); isopos show draws it")
 
 
 def _rotation(

@@ -30,7 +30,7 @@ const Draw = (() => {
     return found;
   }
 
-  const short = value => Math.abs(value) >= 1e4 || (value && Math.abs(value) < 1e-3)
+  const short = value => Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
     ? value.toExponential(0).replace("e+", "e") : String(Number(value.toPrecision(4)));
 
   // A chart of curves [{name, x, y}] over x. `logarithmic` y takes log10, with powers of ten as ticks; `power` x are exponents of 2.

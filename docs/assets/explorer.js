@@ -219,7 +219,7 @@ const Explorer = (() => {
         const exact = scheme.size.blocks.some(one => one.kind === "permutation") ? "powers of permutations are indices, computed with integers" :
           isTree(scheme) ? "operators are products along a path; no position is a large number" : "only differences of positions count, which are integers or float64";
         found.push(html("p", {}, `${scheme.label}: ${exact}. Nothing depends on how far the position is.`));
-      } else if (!found.some(one => one.nodeName === "svg")) {
+      } else {
         const powers = Array.from({ length: 32 }, (_, i) => i);
         const errors = powers.map(power => Numbers.errors(block, heads()[0], scheme.base, [0, 1, 2, 3].map(n => 2 ** power + n)));
         const lines = Object.keys(Numbers.METHODS).map(name => ({ name, x: powers, y: errors.map(one => one[name]) }));
