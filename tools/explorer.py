@@ -44,6 +44,7 @@ NUMERIC: dict[str, tuple[dict[str, Any], ...]] = {  # numeric options to choose 
     "grape": ({"planes": 4}, {"axes": 2}),
     "string": ({"axes": 2},),
     "horn-constrained": ({"axes": 2},),
+    "fire": ({"length": 4096.0},),
     "t5": ({"buckets": 8}, {"max_distance": 1024}),
 }
 NOTES: dict[type, str] = {
@@ -53,13 +54,13 @@ NOTES: dict[type, str] = {
     encodings.TreePath: "Head size 16; one head is shown, with its initial planes.",
     biases.T5: "The learned numbers start at zero; one random draw makes the buckets visible.",
     biases.Kerple: "r1 and r2 have their initial values.",
+    biases.Fire: "For queries up to L, beyond which scores are not relative; f, c and L have their initial values.",
     Sinusoidal: "Added to the tokens: the curve is the product of two added vectors, divided by their squared length.",
 }
 REASONS: dict[type, str] = {
     biases.Shaw: "learned vectors of offsets meet the query: over all queries their mean score is zero",
     biases.DeBERTa: "learned vectors of offsets meet queries and keys: over all of them their mean score is zero",
     biases.ClippedKeys: "learned vectors of offsets meet the query: over all queries their mean score is zero",
-    biases.Fire: "a learned network of distances divided by the query's position: no function of the offset alone",
     couplings.TransformerXL: "relative sinusoids meet the query through a learned matrix: their mean score is zero",
     couplings.Lie: "generators do not commute, so scores are not a function of the offset",
     couplings.SineSPE: "random features: scores are relative in expectation only",
@@ -213,6 +214,14 @@ def _bias(scheme: Scheme) -> dict[str, Any] | None:
     if isinstance(bias, biases.Kerple):
         first, second = (number.tolist() for number in bias.numbers())
         return {"kind": "kerple", "power": bias.kernel == "power", "first": first, "second": second}
+    if isinstance(bias, biases.Fire):
+        return {
+            "kind": "fire",
+            "rate": bias.rate.parameter.item(),
+            "length": bias.length * bias.threshold.parameter.item(),
+            "into": _numbers(bias.into.parameter),
+            "out": _numbers(bias.out.parameter),
+        }
     raise NotDrawable(_reason(bias))
 
 

@@ -24,7 +24,7 @@ const Draw = (() => {
   // Round numbers that divide a range into about `count` steps.
   function ticks(low, high, count) {
     const rough = (high - low) / count, power = Math.pow(10, Math.floor(Math.log10(rough)));
-    const step = [1, 2, 5, 10].map(factor => factor * power).find(one => one >= rough * 0.999);
+    const step = [1, 2, 5, 10].map(factor => factor * power).find(one => one >= rough * 0.75);
     const found = [];
     for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step / 1e6 ? 0 : at);
     return found;
@@ -35,7 +35,7 @@ const Draw = (() => {
 
   // A chart of curves [{name, x, y}] over x. `logarithmic` y takes log10, with powers of ten as ticks; `power` x are exponents of 2.
   function curves(lines, { label, xLabel, yLabel, logarithmic = false, power = false, width }) {
-    const height = Math.min(300, Math.max(220, width * 0.5)), [left, right, top, bottom] = [52, 10, 10, 40];
+    const height = Math.min(300, Math.max(220, width * 0.5)), [left, right, top, bottom] = [60, 22, 10, 40];
     const scaled = lines.map(line => ({ ...line, y: logarithmic ? line.y.map(value => Math.log10(Math.max(value, 1e-17))) : line.y }));
     const finite = scaled.flatMap(line => line.y).filter(Number.isFinite), every = scaled.flatMap(line => line.x);
     let [low, high] = [Math.min(...finite), Math.max(...finite)];
@@ -51,7 +51,7 @@ const Draw = (() => {
     }
     for (const at of ticks(start, end, Math.max(3, Math.floor(width / 90))))
       chart.append(svg("text", { x: across(at), y: height - bottom + 16, "text-anchor": "middle" }, power ? `2^${short(at)}` : short(at)));
-    chart.append(svg("text", { x: (left + width) / 2, y: height - 5, "text-anchor": "middle" }, xLabel),
+    chart.append(svg("text", { x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, xLabel),
       svg("text", { x: 12, y: (height - bottom) / 2, transform: `rotate(-90 12 ${(height - bottom) / 2})`, "text-anchor": "middle" }, yLabel));
     scaled.forEach((line, n) => {
       const points = line.x.map((value, i) => Number.isFinite(line.y[i]) ? `${across(value).toFixed(1)},${down(line.y[i]).toFixed(1)}` : null);

@@ -152,6 +152,10 @@ const Numbers = (() => {
       const [r1, r2, distance] = [bias.first[head], bias.second[head], Math.abs(offset)];
       return bias.power ? -r1 * Math.pow(distance, r2) : -r1 * Math.log1p(r2 * distance);
     }
+    if (bias.kind === "fire") {
+      const share = Math.log1p(bias.rate * Math.abs(offset)) / Math.log1p(bias.rate * bias.length), [u, w] = bias.into;
+      return bias.out[head].reduce((sum, value, i) => sum + value * Math.max(share * u[i] + w[i], 0), 0);
+    }
     const distance = bias.bidirectional ? Math.abs(offset) : Math.max(-offset, 0);
     const bucket = bias.starts.filter(start => start <= distance).length + (bias.bidirectional && offset > 0 ? bias.one_way : 0);
     return bias.numbers[head][bucket];

@@ -171,7 +171,7 @@ const Explorer = (() => {
       Draw.tree(nodes, row, state.node, node => change(() => { state.node = node; }), { width: Math.min(width, 640), label: text }));
   }
 
-  const table = (titles, rows) => html("div", { class: "scroll" }, html("table", {}, html("thead", {}, html("tr", {}, ...titles.map(title => html("th", { scope: "col" }, title)))),
+  const table = (titles, rows) => html("div", { class: "scroll", tabindex: 0 }, html("table", { class: "numbers" }, html("thead", {}, html("tr", {}, ...titles.map(title => html("th", { scope: "col" }, title)))),
     html("tbody", {}, ...rows.map(([name, ...cells]) => html("tr", {}, html("th", { scope: "row" }, name), ...cells.map(cell => html("td", {}, cell)))))));
 
   const rotates = block => "frequency" in block && block.frequency[0][0] !== undefined && block.kind !== "waves";
@@ -206,7 +206,7 @@ const Explorer = (() => {
       select("explorer-factor", "times as long", same([1, 2, 4, 8, 16, 32]), state.factor, set("factor")),
       select("explorer-rule", "rule in the code", { none: "none", ...Object.fromEntries(rules.map(rule => [rule.name, RULES[rule.name]])) }, state.rule, set("rule")))),
     Draw.curves(shares, { width, xLabel: "pair of features", yLabel: "share of its speed", label: `Share of the speed that each pair keeps at ${factor} times ${trained} positions` }),
-    Draw.curves(curves, { width, power: true, xLabel: "distance to an earlier key, mean over nearby ones", yLabel: scheme.kind === "linear" ? "score" : "logit",
+    Draw.curves(curves, { width, power: true, xLabel: "distance, mean over nearby ones", yLabel: scheme.kind === "linear" ? "score" : "logit",
       label: `Kernel of ${scheme.label} up to ${factor} times ${trained} positions, by rule` }), legend(curves),
     table(["rule", "fastest turn", "slowest turn", "attention factor", "of logits"], [["not extended", turns(Math.max(...speed)), turns(slowest(speed)), "1.0000", "1.0000"], ...rows]));
   }
