@@ -121,21 +121,22 @@ def mean(scheme, offset):
 @in_browser
 @pytest.mark.parametrize("kind", ["same", "other"])
 def test_kernels_of_fixed_vectors_equal_python(page, data, kind):
-    for name in FIXED:
-        size = 16
-        scheme = REGISTRY[name](size, explorer.HEADS).double()
-        code = """([name, size, kind, offsets]) => {
-            const { base, variants } = CATALOGUE.schemes[name], chosen = variants[0].sizes[size];
+    for name, number, options, size in variants(data):
+        if name not in FIXED or "matrix" in options:  # an orthogonal matrix has a basis
+            continue
+        scheme = REGISTRY[name](size, explorer.HEADS, **options).double()
+        code = """([name, number, size, kind, offsets]) => {
+            const { base, variants } = CATALOGUE.schemes[name], chosen = variants[number].sizes[size];
             const scores = head => offsets.map(Numbers.kernel(chosen, head, base, null, kind));
             return [Numbers.content(kind, size), [0, 1].map(scores)];
         }"""
-        vectors, got = page.evaluate(code, [name, size, kind, OFFSETS])
+        vectors, got = page.evaluate(code, [name, number, size, kind, OFFSETS])
         q, k = (torch.tensor(vectors[side], dtype=torch.float64)[None] for side in "qk")
         assert torch.allclose(torch.stack((q, k)).norm(dim=-1), torch.ones(2, 1, dtype=torch.float64))
         origin = offset_of(scheme, [0] * 9)
         expected = torch.stack([product(scheme, origin, offset_of(scheme, one), q, k) for one in OFFSETS], 1)
         expected = expected.expand(explorer.HEADS, -1)[:2]
-        assert torch.allclose(torch.tensor(got, dtype=torch.float64), expected.detach(), rtol=0, atol=1e-6), name
+        assert torch.allclose(torch.tensor(got, dtype=torch.float64), expected.detach(), rtol=0, atol=1e-6), (name, options)
 
 
 @in_browser

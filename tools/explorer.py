@@ -37,7 +37,7 @@ NUMERIC: dict[str, tuple[dict[str, Any], ...]] = {  # numeric options to choose 
     "rope": ({"rotary_dim": 8},),
     "p-rope": ({"p": 0.25}, {"p": 0.5}, {"p": 1.0}),
     "xpos": ({"length": 128.0}, {"length": 2048.0}),
-    "jordan": ({"order": 1}, {"growth": 1.0}),
+    "jordan": ({"order": 1}, {"order": 3}, {"growth": 1.0}),
     "cosformer": ({"length": 512}, {"length": 8192}),
     "ape-ring": ({"period": 12}, {"period": 24}, {"period": 360}),
     "ape-product": ({"parts": "sequence+ring24"}, {"parts": "tree2+grid2"}),
