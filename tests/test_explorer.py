@@ -16,7 +16,10 @@ from isopos.schemes import REGISTRY
 from tools import explorer
 from tools.pages import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "docs").exists(), reason="docs/ is part of the repository only"),
+]
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed; on Debian: apt install chromium")
 DOCS = ROOT / "docs"
 SCRIPTS = ("explorer-data.js", "explorer-numbers.js", "explorer-draw.js", "explorer.js")
@@ -300,6 +303,9 @@ def test_choices_are_labelled_drawn_and_kept(page):
     base.fill("500000")
     base.press("Tab")
     assert "base=500000" in page.locator("#explorer-code-0").inner_text()
+    copy = page.locator("#explorer-code button").first
+    copy.click()
+    page.wait_for_function("one => one.textContent !== 'Copy'", arg=copy.element_handle())
     unnamed = """() => [...document.querySelectorAll(".explorer :is(select, input, canvas, button, svg)")].filter(one =>
         !one.labels?.length && !one.getAttribute("aria-label") && !one.textContent && !one.ariaHidden
     ).map(one => one.outerHTML)"""
@@ -307,6 +313,16 @@ def test_choices_are_labelled_drawn_and_kept(page):
     page.reload()
     assert page.locator("#explorer-code-2").inner_text().count("isopos.ape_grid(64, 4)") == 1
     assert "base=500000" in page.locator("#explorer-code-0").inner_text()
+    address = page.url.split("#")[0]
+    for wrong in (
+        "what-is-not-drawn",
+        "%7B",
+        "null",
+        '{"schemes":[{"name":"rope","size":"x"},{"name":"no"}],"reach":"far","head":7}',
+    ):
+        page.goto("about:blank")
+        page.goto(f"{address}#{wrong}")
+        assert page.locator("#explorer-kernels svg.chart").count() == 1
 
 
 @in_browser

@@ -262,17 +262,26 @@ const Explorer = (() => {
     choices();
     draw();
     if (focus) document.getElementById(focus)?.focus();
-    history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(state))}`);
+    try {
+      history.replaceState(null, "", `#${encodeURIComponent(JSON.stringify(state))}`);
+    } catch (error) {
+      if (location.protocol !== "file:") throw error; // some browsers refuse it to files
+    }
   }
 
+  // Read the choices from the address, where they are; what is not one of them keeps its start.
   function restore() {
+    let saved;
     try {
-      const saved = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-      const schemes = saved.schemes.filter(choice => choice.name in CATALOGUE.schemes).slice(0, MOST);
-      if (schemes.length) Object.assign(state, saved, { schemes });
+      saved = JSON.parse(decodeURIComponent(location.hash.slice(1)));
     } catch {
-      return; // an anchor of the page, or nothing
+      return; // an anchor of the page
     }
+    const schemes = Array.isArray(saved?.schemes) ? saved.schemes.filter(choice => choice?.name in CATALOGUE.schemes).slice(0, MOST) : [];
+    if (schemes.length) state.schemes = schemes.map(choice => ({ ...START, ...choice }));
+    const numeric = value => /^\d{1,6}$/.test(value);
+    for (const key of Object.keys(state).filter(key => key !== "schemes"))
+      if (typeof saved?.[key] === typeof state[key] && (!numeric(state[key]) || numeric(saved[key]) || saved[key] === "all")) state[key] = saved[key];
   }
 
   function missing() {
@@ -280,7 +289,7 @@ const Explorer = (() => {
     part("missing").replaceChildren(html("ul", {}, ...entries.map(([name, reason]) => html("li", {}, html("code", {}, name), `: ${reason}.`))));
   }
 
-  if (location.hash.startsWith("#%7B")) restore();
+  restore();
   choices();
   missing();
   draw();
