@@ -72,14 +72,21 @@ const Draw = (() => {
     return to.map(channel => Math.round(247 + (channel - 247) * depth));
   }
 
-  // A map of numbers [row][column] with the offset zero in its middle; its scale is the largest magnitude.
+  // What brings numbers to colours, and their legend: around zero if some are negative, else from the smallest to the largest.
+  function colours(values) {
+    const low = Math.min(...values), high = Math.max(...values), largest = Math.max(-low, high, 1e-12), signed = low < 0;
+    const of = value => colour(signed ? value / largest : (value - low) / (high - low || 1));
+    const ramp = html("span", { class: signed ? "ramp signed" : "ramp", "aria-hidden": "true" });
+    return { of, scale: html("p", { class: "scale" }, `${short(signed ? -largest : low)} `, ramp, ` ${short(signed ? largest : high)}`) };
+  }
+
+  // A map of numbers [row][column] with the offset zero in its middle.
   function heat(rows, { label, width }) {
-    const largest = Math.max(1e-12, ...rows.flat().map(Math.abs)), count = rows.length;
+    const values = rows.flat(), { of, scale } = colours(values), count = rows.length;
     const canvas = html("canvas", { width: count, height: count, role: "img", "aria-label": label, class: "map", style: `width:${width}px;height:${width}px` });
     const context = canvas.getContext("2d"), image = context.createImageData(count, count);
-    rows.flat().forEach((value, i) => image.data.set([...colour(value / largest), 255], 4 * i));
+    values.forEach((value, i) => image.data.set([...of(value), 255], 4 * i));
     context.putImageData(image, 0, 0);
-    const scale = html("p", { class: "scale" }, `${short(-largest)} `, html("span", { class: "ramp", "aria-hidden": "true" }), ` ${short(largest)}`);
     return html("div", {}, canvas, scale);
   }
 
@@ -91,17 +98,17 @@ const Draw = (() => {
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${depth * 55 + 44}`, width, height: depth * 55 + 44, role: "group", "aria-label": label, class: "chart" });
     for (const path of paths)
       if (path) drawn.append(svg("line", { x1: x(path), y1: y(path), x2: x(path.slice(0, -1)), y2: y(path.slice(0, -1)), class: "grid" }));
-    const largest = Math.max(1e-12, ...values.map(Math.abs)), radius = Math.min(11, (width - 28) / Math.pow(branches, depth) / 2.2);
+    const { of, scale } = colours(values), radius = Math.min(11, (width - 28) / Math.pow(branches, depth) / 2.2);
     paths.forEach((path, n) => {
       const name = path ? `node ${[...path].join(" ")}` : "root";
-      const node = svg("circle", { cx: x(path), cy: y(path), r: radius, fill: `rgb(${colour(values[n] / largest)})`, tabindex: 0,
+      const node = svg("circle", { cx: x(path), cy: y(path), r: radius, fill: `rgb(${of(values[n])})`, tabindex: 0,
         role: "button", "aria-label": `${name}: ${short(values[n])}`, "aria-pressed": n === chosen, class: n === chosen ? "node chosen" : "node" });
       node.append(svg("title", {}, `${name}: ${short(values[n])}`));
       node.addEventListener("click", () => choose(n));
       node.addEventListener("keydown", event => ["Enter", " "].includes(event.key) && (event.preventDefault(), choose(n)));
       drawn.append(node);
     });
-    return drawn;
+    return html("div", {}, drawn, scale);
   }
 
   return { curves, heat, html, legend, short, tree };
