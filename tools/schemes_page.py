@@ -36,7 +36,8 @@ A scheme is a function of head size and heads: `isopos.rope(64, 8)`, on the comm
 t = y - x. A number in brackets refers to a note below the table.
 
 `isopos show SCHEME` draws the scores, `isopos check SCHEME` prints the figures behind the laws, and `isopos compare
---schemes A,B` trains small models.
+--schemes A,B` trains small models. In the site, the [explorer](explorer.md) compares kernels, extensions and errors of any
+options.
 """
 
 DEFINITIONS = """\

@@ -1,8 +1,8 @@
 """The site: `python -m tools.site` stages the pages in build/docs, builds site/ from them and checks it, without a network.
 
-The pages are README as the home page, docs/, the project's pages, a gallery of the schemes' kernels, and the API from
-docstrings. The check requires that every tutorial runs, that every link, anchor and picture exists, and that nothing is
-loaded from another host.
+The pages are README as the home page, docs/, the project's pages, a gallery of the schemes' kernels, the catalogue of the
+explorer, and the API from docstrings. The check requires that every tutorial runs, that every link, anchor and picture
+exists, and that nothing is loaded from another host.
 """
 
 import importlib
@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from isopos.catalog import CATALOG
 from isopos.schemes import REGISTRY, Scheme
+from tools import explorer
 from tools.pages import ROOT, Rows, tables
 
 __all__ = ["BUILT", "broken", "build"]
@@ -66,6 +67,7 @@ def build() -> None:
     for path in STAGED.glob("results/*/table.md"):
         _rewrite(path, r"\Z", "\n![Validation by update, one line per row](curves.svg)\n")
     _gallery()
+    (STAGED / "assets" / "explorer-data.js").write_text(explorer.script(explorer.catalogue()), encoding="utf-8")
     _api()
     shutil.rmtree(BUILT, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT, check=True)

@@ -30,7 +30,7 @@ from isopos.attention.pairs import added_to_logits, takes_part
 from isopos.attention.problem import SoftmaxProblem
 from isopos.exact import full_precision, once
 from isopos.maps import Identity
-from isopos.ops.linear.isolation import broken, finite
+from isopos.ops.linear.containment import finite, nonfinite
 from isopos.parallel import Shards, Traffic, traffic_now
 from isopos.terms import Numbers
 
@@ -198,7 +198,7 @@ class _Plan:
         """The output of a unit's queries over its keys, and the logarithm of the sum of their weights."""
         problem, wide = self.problem, kept["q"].dtype
         q, k, v = kept["q"], moved["k"], moved["v"]
-        bad_q, bad_k = (None if finite(x) and finite(y) else broken((x,)) | broken((y,)) for x, y in ((q, q), (k, v)))
+        bad_q, bad_k = (None if finite(x) and finite(y) else nonfinite((x,)) | nonfinite((y,)) for x, y in ((q, q), (k, v)))
         q = q if bad_q is None else torch.where(bad_q[..., None], 0, q)
         k, v = (x if bad_k is None else torch.where(bad_k[..., None], 0, x) for x in (k, v))
         part = self.of_unit(unit, kept, moved)

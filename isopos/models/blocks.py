@@ -222,8 +222,8 @@ class Trunk(nn.Module, ABC):
         """Inside ``with``, the tokens of a forward pass are one shard of a sequence over the processes of a group.
 
         Shards are those of `isopos.parallel.cut`: contiguous and in the order of ranks, or zig-zag. The features of every
-        token equal those of the whole sequence. Gradients, averaged over the processes, are those of the mean of their losses.
-        A classifier has the same output in all processes.
+        token equal those of the whole sequence. Gradients, averaged over the processes, are those of the mean of their
+        losses. A classifier has the same output in all processes.
 
         Args:
             group: A `ProcessGroup`, a `DeviceMesh` of one dimension, or an `isopos.parallel.Ring`; None for one process.
