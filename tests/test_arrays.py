@@ -16,7 +16,10 @@ D, T = 8, 7
 
 def applied(np, tree, found, x):
     """The map of a tree of `explanation` on features x, by the operations of NumPy or of jax.numpy."""
-    part = {name: np.asarray(found[value]) if isinstance(value, str) and value in found else value for name, value in tree.items()}
+    part = {
+        name: np.asarray(found[value]) if isinstance(value, str) and value in found else value
+        for name, value in tree.items()
+    }
 
     def inner(name, x):
         return applied(np, part[name], found, x)
@@ -135,7 +138,7 @@ def test_frequencies_are_those_of_mlx(traditional):
 
 
 def llama_logits(said, q, k, position):
-    """Logits of llama.cpp for the keys and tensors of a scheme: ggml_rope_ext in float64, on the first features of each head."""
+    """Logits of llama.cpp for the keys and tensors of a scheme: ggml_rope_ext in float64, on the first features."""
     keys = {name.partition(".")[2]: value for name, value in said["keys"].items()}
     dims, base, scale = keys["rope.dimension_count"], keys["rope.freq_base"], 1 / keys.get("rope.scaling.factor", 1.0)
     factors = np.array(said["tensors"].get("rope_freqs.weight", [1.0] * (dims // 2)))
@@ -200,7 +203,9 @@ def test_keys_give_the_logits_of_llama_cpp(rule, name, options, layout):
     at = scheme.at(position, dtype=torch.float64)
     want = at["scale"] * (at["isometry"](q) @ at["isometry"](k).mT)
     got = llama_logits(said, q.numpy(), k.numpy(), position[:, 0].numpy())
-    torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-3 if said["tensors"] else 1e-5)  # float32 factors
+    torch.testing.assert_close(
+        torch.from_numpy(got), want, rtol=0, atol=1e-3 if said["tensors"] else 1e-5
+    )  # float32 factors
 
 
 def test_alibi_is_one_key():

@@ -1,6 +1,6 @@
 """Schemes as plain arrays for runtimes that are not PyTorch: NumPy, JAX and MLX; and the metadata keys of llama.cpp.
 
-`arrays` evaluates a scheme at positions. `gguf_keys` gives what a GGUF file says of positions, for schemes that llama.cpp has.
+`arrays` evaluates a scheme at positions. `gguf_keys` gives what a GGUF file says of a scheme that llama.cpp has.
 """
 
 import json
@@ -42,7 +42,7 @@ FORMULAS = {
     "Matrices": "matrix[..., t, :, :] @ x[..., t, :]",
     "Scaling": "x * factor",
     "Factor": "x * number",
-    "Shear": "exp(steps N) x, where N moves each of `order` groups of features to the one before; transposed: to the one after",
+    "Shear": "exp(steps N) x, where N moves each of `order` groups of features to the one before; transposed: after",
     "Tiles": "matrix[..., t, :, :] @ each n consecutive features of x[..., t, :]",
     "Adjoint": "the adjoint of `of`",
     "Affine": "matrix @ (x + shift)",
@@ -55,7 +55,7 @@ UNUSED = 1e30  # llama.cpp's factor for pairs that do not rotate
 
 
 def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
-    """A scheme at positions x ``[t c]`` as arrays: maps of queries and keys, log decays, relative terms, embeddings, constants.
+    """A scheme at positions x ``[t c]`` as arrays: maps of queries and keys, log decays, relative terms, and constants.
 
     The last array, `explanation`, is UTF-8 text in uint8, for readers of arrays that know numbers only; the function
     `explanation` decodes it. It holds the tree of maps, the formula of each, and the axes of each array. Tables are float32;
@@ -179,7 +179,7 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
         {'llama.rope.dimension_count': 128, 'llama.rope.freq_base': 500000.0}
         >>> gguf_keys(isopos.rope_axial(64, 1, attention="softmax"))
         Traceback (most recent call last):
-        ValueError: scheme: expected one that llama.cpp has, rotation of pairs on a line or ALiBi with softmax attention, got ...
+        ValueError: scheme: expected one that llama.cpp has, rotation of pairs on a line or ALiBi with softmax ...
     """
     if not architecture.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"architecture: expected a name such as llama or qwen2, got {architecture!r}")
@@ -237,7 +237,7 @@ def _rotary(scheme: Scheme) -> tuple[Rotary | None, bool, str]:
     if not isinstance(part, Rotary) or part.is_lift:
         return None, half, f"the encoding {type(part).__name__}"
     if not isinstance(part.group, Line):
-        return None, half, f"positions of a {part.group.noun}"
+        return None, half, f"positions of {part.group}"
     if len(part.parameter) > 1:
         return None, half, f"separate frequencies of {len(part.parameter)} heads"
     if partial and scheme.sharpness != 1:
@@ -289,7 +289,10 @@ def _frequencies(keys: Mapping[str, Any]) -> np.ndarray:
     frequency = base ** (-np.arange(count) / count)
     if keys.get("scaling.type") != "yarn":
         return frequency * scale
-    context, turns = keys["scaling.original_context_length"], (keys["scaling.yarn_beta_fast"], keys["scaling.yarn_beta_slow"])
+    context, turns = (
+        keys["scaling.original_context_length"],
+        (keys["scaling.yarn_beta_fast"], keys["scaling.yarn_beta_slow"]),
+    )
     low, high = (count * np.log(context / (turn * 2 * np.pi)) / np.log(base) for turn in turns)
     low, high = max(0.0, np.floor(low)), min(2 * count - 1.0, np.ceil(high))
     kept = 1 - np.clip((np.arange(count) - low) / max(0.001, high - low), 0, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isopos.integrations.program import Inputs, compare, decoder_step, dynamic_axes, expected, traced
 from isopos.models.decoder import Decoder

@@ -59,8 +59,8 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
     program = traced(module, inputs, other, largest=largest)
     if own := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("isopos.")}):
         raise ValueError(
-            f"module: expected operations of PyTorch alone, got {own[0]}, which loops over the tokens; an encoding of a line "
-            "or a grid needs none"
+            f"module: expected operations of PyTorch alone, got {own[0]}, which loops over the tokens; an encoding of a "
+            "line or a grid needs none"
         )
     for example in (inputs, other):
         _compare(program, module, example)

@@ -18,7 +18,7 @@ from isopos.spec import split_spec
 
 @dataclass(frozen=True)
 class Options:
-    """Write a scheme's frequencies and tables for MLX, JAX or NumPy, or its keys for llama.cpp. Papers' tables: isopos table.
+    """Write a scheme as arrays for MLX, JAX and NumPy, or as keys of llama.cpp. Papers' tables: isopos table.
 
     npz holds arrays of numbers, and an explanation of their axes as UTF-8 text in uint8, which is also printed. gguf-keys is
     JSON: metadata keys and tensors of a GGUF file, for schemes that llama.cpp has.
@@ -87,7 +87,7 @@ def _write_arrays(scheme: Any, length: int, path: Path) -> int:
     limit = scheme.max_length
     found = arrays(scheme, scheme.group.arrange(length if limit is None else min(length, limit)))
     with replacing(path) as part, part.open("wb") as file:
-        np.savez(file, **found)
+        np.savez(file, allow_pickle=False, **found)
     print(printable(str(path)))
     print(json.dumps(explanation(found), indent=1))
     return 0
