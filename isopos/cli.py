@@ -16,9 +16,9 @@ __all__ = ["main"]
 
 COMMANDS = (
     *("compare", "table", "train", "list", "check", "audit", "show"),
-    *("eval", "report", "runs", "generate", "export", "convert", "bench"),
+    *("eval", "report", "runs", "generate", "export", "tables", "convert", "bench"),
 )
-SAVING = ("compare", "table", "train", "eval", "report", "export", "convert", "bench")  # commands that write files
+SAVING = ("compare", "table", "train", "eval", "report", "export", "tables", "convert", "bench")  # they write files
 LOST = 141  # exit status after the reader closed standard output, as after SIGPIPE
 MEMORY = ("allocate memory", "out of memory")  # in PyTorch's messages
 REMEDIES = {

@@ -19,7 +19,7 @@ from isopos.encodings import Coupling, Encoding
 from isopos.exact import cast_down, constant, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
-from isopos.poses import Projective
+from isopos.poses import Projective, inverse_by_minors
 from isopos.positions import Line, Product
 
 __all__ = ["Contragredient", "ContragredientSum", "Jordan", "Projection"]
@@ -146,7 +146,8 @@ class Projection(Contragredient):
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
         matrix = to_float64(x).unflatten(-1, (4, 4))
-        matrix = torch.linalg.inv(matrix).mT if dual else matrix
+        inverse = inverse_by_minors if torch.compiler.is_exporting() else torch.linalg.inv
+        matrix = inverse(matrix).mT if dual else matrix
         return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 
 

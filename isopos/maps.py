@@ -375,6 +375,13 @@ class BlockSum(_SideBySide, Isometry):
     widths: tuple[int, ...]
     returned: tuple[int, ...] = ()
 
+    def apply(self, x: Tensor) -> Tensor:
+        match self.parts:
+            case Rotation(lifted=False) as rotation, Identity():
+                out = ops.exported(x, rotation.table)
+                return super().apply(x) if out is None else out
+        return super().apply(x)
+
     def fused(self, x: Tensor) -> Tensor | None:
         partial = len(self.parts) == 2 and isinstance(self.parts[1], Identity)
         return self.parts[0].fused(x) if partial else None  # the kernel copies the remaining features

@@ -1,5 +1,6 @@
 """Cameras as positions: 4 x 4 matrices that map image points, with their depth, to the world."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from isopos.positions import Group
 __all__ = ["Projective", "cameras"]
 
 MAX_CONDITION = 1e4  # with larger condition numbers, float32 tables lose more than 6e-4
+SIGNS = [  # of permutations of four, 0 for repetitions: the Levi-Civita symbol
+    (-1) ** sum(a > b for a, b in itertools.combinations(order, 2)) if len({*order}) == 4 else 0
+    for order in itertools.product(range(4), repeat=4)
+]
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,8 @@ def _corner(like: Tensor) -> Tensor:
 
 def _inverses(matrix: Tensor) -> Tensor:
     """Inverses of matrices ``[*b t 4 4]``; ValueError if one is nearly singular, on the CPU and outside a compiler."""
+    if torch.compiler.is_exporting():
+        return inverse_by_minors(matrix)
     if matrix.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.linalg.inv(matrix)
     inverse, info = torch.linalg.inv_ex(matrix)
@@ -206,3 +213,25 @@ def _inverses(matrix: Tensor) -> Tensor:
 def _matrices(x: Tensor) -> Tensor:
     """The matrices of projective positions ``[*b t 16]``: float64 ``[*b t 4 4]``."""
     return to_float64(x).unflatten(-1, (4, 4))
+
+
+def inverse_by_minors(matrix: Tensor) -> Tensor:
+    """Inverses of matrices ``[... 4 4]`` by products and sums, for exported programs: ONNX has no inverse.
+
+    Examples:
+        >>> matrix = torch.randn(5, 4, 4, dtype=torch.float64)
+        >>> torch.allclose(inverse_by_minors(matrix), torch.linalg.inv(matrix))
+        True
+    """
+    signs = torch.tensor(SIGNS, dtype=matrix.dtype, device=matrix.device).view(16, 16)
+
+    def dual(a: Tensor, b: Tensor) -> Tensor:
+        """Complementary 2 x 2 minors ``[... 4 4]`` of two rows ``[... 4]``."""
+        outer = a[..., :, None] * b[..., None, :]
+        return (outer.flatten(-2) @ signs).unflatten(-1, (4, 4))
+
+    a, b, c, d = matrix.unbind(-2)
+    lower, upper = dual(c, d), dual(a, b)
+    rows = (lower, b), (-lower, a), (upper, d), (-upper, c)
+    adjugate = torch.stack([(minors @ row[..., None]).squeeze(-1) for minors, row in rows], -1)
+    return adjugate / (a * adjugate[..., 0]).sum(-1)[..., None, None]

@@ -74,6 +74,8 @@ COMMANDS = (
     "check rope --head-dim 8 --heads 2 --dtype float32",
     "check own:encoding",
     "show rope --out new.png --head-dim 8 --heads 2 --reach 5",
+    "tables rope --format npz --out new.npz --head-dim 8 --heads 2 --length 5 --extend linear:factor=2",
+    "tables rope --format gguf-keys --arch llama --head-dim 8",
     "eval runs/done --split validation --length 1 2 --scored 0.5 --limit 100",
     "generate runs/done --prompt abc --tokens 5 --temperature 0.5 --top-p 0.9 --seed 1",
     "table lengths --scale tiny --seeds 1 --rows rope --data text.txt --name new --device cpu --dry-run",

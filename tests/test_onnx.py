@@ -1,49 +1,57 @@
 """Exported programs need nothing of isopos; ONNX files give PyTorch's numbers at any length and in pieces."""
 
+import importlib.metadata
 import json
+import re
 import subprocess
-import sys
+import venv
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases import each
+from cases import PRESETS, each, scheme_case
 from safetensors.torch import save_model
 
 import isopos
 from isopos import schemes
+from isopos.integrations import program
 from isopos.lab.tasks.task import Recipe
 from isopos.models import Decoder
 from isopos.ops import linear
 from isopos.ops.linear.exported import exported_sum
 from isopos.ops.linear.features import ALL_READY, Sums
 
-SPECS = (
-    "permuteformer",
-    "retnet:denominator=plain",
-    "fox",
-    "lrpe-unitary",
-    "rope:attention=softmax",
-    "t5:attention=softmax",
-)
+REFUSED = {  # by scheme, the operation without which it cannot be evaluated
+    "liere": r"aten\.linalg_matrix_exp",
+    "ape-tree": r"isopos\.tree_path",
+    "ape-product": r"isopos\.tree_path",
+}
+SPECS = ("permuteformer", "fox", "rope:attention=softmax,rotary_dim=4", "t5:attention=softmax")
 READ = """
 import json, sys
 import numpy as np, onnxruntime
-file, tokens, pieces = sys.argv[1], np.load("tokens.npy"), json.loads(sys.argv[2])
-session = onnxruntime.InferenceSession(file)
-dtypes = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(int64)": "int64"}
-states, past, logits = {}, 0, []
-for x in session.get_inputs():
-    if x.name.startswith("state"):
-        sizes = (n if isinstance(n, int) else len(tokens) if n == "tokens.0" else 0 for n in x.shape)
-        states[x.name] = np.zeros(tuple(sizes), dtypes[x.type])
-for size in pieces:
-    known = {"tokens": tokens[:, past : past + size], "past": np.array(past), **states}
-    out, *after = session.run(None, {x.name: known[x.name] for x in session.get_inputs()})
-    states = {x.name.replace("next", "state"): value for x, value in zip(session.get_outputs()[1:], after)}
-    past, logits = past + size, [*logits, out]
-assert not {"isopos", "torch"} & set(sys.modules)
-np.save("logits.npy", np.concatenate(logits, 1))
+for file, pieces in json.loads(sys.argv[1]):
+    tokens, session = np.load("tokens.npy"), onnxruntime.InferenceSession(file + ".onnx")
+    dtypes = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(int64)": "int64"}
+    states, past, logits = {}, 0, []
+    for x in session.get_inputs():
+        if x.name.startswith("state"):
+            sizes = (n if isinstance(n, int) else len(tokens) if n == "tokens.0" else 0 for n in x.shape)
+            states[x.name] = np.zeros(tuple(sizes), dtypes[x.type])
+    for size in pieces:
+        known = {"tokens": tokens[:, past : past + size], "past": np.array(past), **states}
+        out, *after = session.run(None, {x.name: known[x.name] for x in session.get_inputs()})
+        states = {x.name.replace("next", "state"): value for x, value in zip(session.get_outputs()[1:], after)}
+        past, logits = past + size, [*logits, out]
+    np.save(f"{file}-{len(pieces)}.npy", np.concatenate(logits, 1))
+for name in ("isopos", "torch", "onnx"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(name + " is installed here")
 """
 
 
@@ -64,69 +72,180 @@ def decoder(text):
     return Decoder(50, 32, 1, schemes.build(name, 8, 4, choices)).eval()
 
 
+class Attends(torch.nn.Module):
+    """Attention modules of several schemes on the same tokens, each with positions of its own."""
+
+    def __init__(self, built, causal=True):
+        super().__init__()
+        self.schemes, self.causal = torch.nn.ModuleList(built), causal
+        widths = [scheme.heads * scheme.encoding.features // scheme.width for scheme in built]
+        self.layers = torch.nn.ModuleList(map(isopos.Attention, widths, built))
+
+    def forward(self, x, *positions):
+        outputs = []
+        for scheme, layer, position in zip(self.schemes, self.layers, positions, strict=True):
+            y = x if scheme.embedding is None else x + scheme.embedding(position, x.dtype)
+            outputs.append(layer(y, scheme.at(position), causal=self.causal))
+        return tuple(outputs)
+
+
+def attending(cases, kind):
+    """Their attention modules as one, and two examples."""
+    module = Attends([case.build(attention=kind) for case in cases]).eval()
+    examples = []
+    for batch, t in ((2, 6), (3, 9)):
+        positions = {f"positions.{n}": case.positions(t=t) for n, case in enumerate(cases)}
+        examples.append({"x": torch.randn(batch, t, 16), **positions})
+    return module, examples, [f"y.{n}" for n in range(len(cases))]
+
+
+EXPORTED = [case for case in PRESETS if case.name not in REFUSED]
+CHUNKS = [("softmax", EXPORTED[n : n + 8]) for n in range(0, len(EXPORTED), 8)]
+IDS = ("permuteformer", "horn-clipped", "lrpe-orthogonal-householder", "ape-sequence-decay", "rope-complex")
+LINEAR = ("linear", [scheme_case(id) for id in IDS])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("text", SPECS)
-def test_a_decoder_reads_whole_texts_chunks_and_tokens_without_isopos(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "cases"), [*CHUNKS, LINEAR], ids=lambda x: x if isinstance(x, str) else x[0].id)
+def test_every_scheme_is_an_onnx_file_of_any_length(kind, cases, tmp_path):
+    """`export` compares both examples with PyTorch; here comes a third length, of one token."""
+    onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
+    file, (module, examples, outputs) = tmp_path / "schemes.onnx", attending(cases, kind)
+    onnx.export(module, file, *examples, outputs)
+    third = {name: x[:1, :1] if name == "x" else x[:1] for name, x in examples[0].items()}
+    session = runtime.InferenceSession(str(file))
+    used = {argument.name for argument in session.get_inputs()}
+    results = session.run(None, {name: x.numpy() for name, x in third.items() if name in used})
+    with torch.no_grad():
+        for case, got, want in zip(cases, results, module(*third.values()), strict=True):
+            torch.testing.assert_close(
+                torch.from_numpy(got), want, rtol=1e-5, atol=1e-5, msg=lambda m, c=case: f"{c.id}: {m}"
+            )
+    types = Counter(node.op_type for node in pytest.importorskip("onnx").load(str(file)).graph.node)
+    alike = [case for case in cases if case.name in ("rope", "p-rope", "mrope", "rope-axial")]  # in all heads
+    assert types["RotaryEmbedding"] >= 2 * len(alike)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_onnx_cannot_hold_is_named_and_leaves_no_file(name, tmp_path):
     onnx = pytest.importorskip("isopos.integrations.onnx")
     pytest.importorskip("onnxruntime")
+    module, examples, outputs = attending([case for case in PRESETS if case.name == name], "softmax")
+    with pytest.raises(ValueError, match=f"module: expected operations that ONNX 23 has, got {REFUSED[name]}"):
+        onnx.export(module, tmp_path / "a.onnx", *examples, outputs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def empty_environment(folder, *packages):
+    """The Python of a new environment that has these packages and what they need, by links, and nothing else."""
+    venv.create(folder, with_pip=False)
+    (home,) = folder.glob("lib/python*/site-packages")
+    linked, ahead = set(), list(packages)
+    while ahead:
+        name = ahead.pop()
+        if name in linked:
+            continue
+        linked.add(name)
+        found = importlib.metadata.distribution(name)
+        needs = [need for need in found.requires or () if "extra ==" not in need]
+        ahead += [re.match(r"[\w.-]+", need)[0] for need in needs]
+        for top in {path.parts[0] for path in found.files or () if not path.parts[0].startswith(("..", "__pycache__"))}:
+            if not (home / top).exists():
+                (home / top).symlink_to(Path(found.locate_file(top)).resolve())
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_decoders_read_whole_texts_chunks_and_tokens_in_an_empty_environment(tmp_path, monkeypatch):
+    onnx = pytest.importorskip("isopos.integrations.onnx")
+    pytest.importorskip("onnxruntime")
+    python = empty_environment(tmp_path / "empty", "onnxruntime", "numpy")
     monkeypatch.chdir(tmp_path)
-    model, tokens = decoder(text), torch.randint(50, (2, 140))
-    onnx.export_decoder(model, "decoder.onnx")
+    tokens, models = torch.randint(50, (2, 140)), {f"decoder{n}": decoder(text) for n, text in enumerate(SPECS)}
     np.save("tokens.npy", tokens.numpy())
-    for pieces in ([140], [1, 60, 1, 1, 77]):
-        command = [sys.executable, "-c", READ, "decoder.onnx", json.dumps(pieces)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    for file, model in models.items():
+        onnx.export_decoder(model, f"{file}.onnx")
+    reads = [(file, pieces) for file in models for pieces in ([140], [1, 60, 1, 1, 77])]
+    command = [python, "-I", "-c", READ, json.dumps(reads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for file, pieces in reads:
         with torch.no_grad():
-            expected = model(tokens)
-        torch.testing.assert_close(torch.from_numpy(np.load("logits.npy")), expected, rtol=0, atol=1e-5)
+            expected = models[file](tokens)
+        logits = torch.from_numpy(np.load(f"{file}-{len(pieces)}.npy"))
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5, msg=lambda m, f=file: f"{f}: {m}")
 
 
 @pytest.mark.slow
 def test_a_module_is_exported_in_both_directions_with_a_decay(tmp_path):
     onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
-    scheme = isopos.rope(8, 4, decay="retnet")
-
-    class Layer(isopos.Attention):
-        def forward(self, x):
-            return super().forward(x, scheme.at(isopos.sequence(x.shape[1])))
-
-    module = Layer(32, scheme).eval()
-    inputs, longer, longest = ({"x": torch.randn(b, t, 32)} for b, t in ((2, 5), (3, 90), (1, 301)))
-    onnx.export(module, tmp_path / "attention.onnx", inputs, longer, ["y"])
-    session = runtime.InferenceSession(str(tmp_path / "attention.onnx"))
-    (y,) = session.run(None, {"x": longest["x"].numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), module(longest["x"]).detach(), rtol=0, atol=1e-5)
+    module, file = (
+        Attends([isopos.rope(8, 2, decay="retnet", layout="half")], causal=False).eval(),
+        tmp_path / "attention.onnx",
+    )
+    short, long, longest = (
+        {"x": torch.randn(b, t, 16), "positions": isopos.sequence(t)} for b, t in ((2, 5), (3, 90), (1, 301))
+    )
+    onnx.export(module, file, short, long, ["y"])
+    session = runtime.InferenceSession(str(file))
+    (y,) = session.run(None, {name: x.numpy() for name, x in longest.items()})
+    torch.testing.assert_close(torch.from_numpy(y), module(*longest.values())[0].detach(), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"file: expected a new one, got .*attention\.onnx, which exists"):
-        onnx.export(module, tmp_path / "attention.onnx", inputs, longer, ["y"])
+        onnx.export(module, file, short, long, ["y"])
+
+
+def test_what_depends_on_parameters_alone_is_a_number():
+    for case in (scheme_case("ape-sequence"), scheme_case("string-circulant")):  # eigenvectors; a Fourier transform
+        module, examples, _ = attending([case], "softmax")
+        exported = program.export(module, *examples, largest=500)
+        operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+        assert not [name for name in operations if "linalg" in name or "fft" in name or "complex" in name]
+        single = torch.randn(1, 1, 16), case.positions(t=1)
+        torch.testing.assert_close(exported.module(check_guards=False)(*single), module(*single), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_what_onnx_cannot_hold_is_named_and_leaves_no_file(tmp_path):
+def test_a_program_of_a_decoder_streams():
+    model, tokens = decoder("rope:decay=retnet"), torch.randint(50, (2, 9))
+    called = program.export_decoder(model, largest=4096).module(check_guards=False)
+    with torch.no_grad():
+        _, first = model.prefill(tokens[:, :4])
+        states = first.states[0].tensors.values()
+        logits, *after = called(tokens[:, 4:8], torch.tensor(4), *states)
+        last, *_ = called(tokens[:, 8:], torch.tensor(8), *after)
+        torch.testing.assert_close(torch.cat((logits, last), 1), model(tokens)[:, 4:], rtol=1e-5, atol=1e-5)
+    module, examples, _ = attending([scheme_case("ape-tree")], "softmax")
+    with pytest.raises(ValueError, match=r"got isopos\.tree_path\.default, which loops over the tokens"):
+        program.export(module, *examples)
+
+
+class Loses(torch.nn.Module):
+    def forward(self, x):
+        return x + (0 if torch.compiler.is_exporting() else 1)
+
+
+def test_programs_with_other_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"output 0: expected \[2\] of the module in the program .* errors up to 1\.0e"):
+        program.export(Loses().eval(), {"x": torch.ones(2)}, {"x": torch.ones(3)})
+
+
+@pytest.mark.slow
+def test_files_with_other_numbers_are_removed(tmp_path):
     onnx = pytest.importorskip("isopos.integrations.onnx")
     pytest.importorskip("onnxruntime")
-    file = tmp_path / "decoder.onnx"
-    with pytest.raises(ValueError, match=r"module: expected operations that ONNX 23 has, got aten\._linalg_eigh"):
-        onnx.export_decoder(decoder("ape-sequence"), file)
-
-    class Loses(torch.nn.Module):
-        def forward(self, x):
-            return x + (0 if torch.compiler.is_exporting() else 1)
-
-    with pytest.raises(ValueError, match=r"y: expected PyTorch's .* got .* with errors up to 1\.0e"):
-        onnx.export(Loses().eval(), file, {"x": torch.ones(2)}, {"x": torch.ones(3)}, ["y"])
+    with pytest.raises(ValueError, match=r"y: expected \[2\] of PyTorch in onnxruntime .* errors up to 1\.0e"):
+        onnx.export(Loses().eval(), tmp_path / "a.onnx", {"x": torch.ones(2)}, {"x": torch.ones(3)}, ["y"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_examples_that_do_not_match_are_refused(tmp_path):
-    onnx = pytest.importorskip("isopos.integrations.onnx")
-    pytest.importorskip("onnxruntime")
+def test_examples_that_do_not_match_are_refused():
     module, x = torch.nn.ReLU(), torch.ones(2)
     with pytest.raises(ValueError, match="module: expected one in evaluation mode"):
-        onnx.export(module, tmp_path / "a.onnx", {"x": x}, {"x": x}, ["y"])
+        program.export(module, {"x": x}, {"x": x})
     for other, got in (({}, "none"), ({"x": x.int()}, r"\[2\] of torch.int32"), ({"x": x[None]}, r"\[1, 2\] of")):
         with pytest.raises(ValueError, match=f"other: expected x with 1 axes of torch.float32, got {got}"):
-            onnx.export(module.eval(), tmp_path / "a.onnx", {"x": x}, other, ["y"])
+            program.export(module.eval(), {"x": x}, other)
 
 
 @pytest.mark.slow

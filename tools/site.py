@@ -36,6 +36,7 @@ API = {  # a page, and the modules of isopos on it
     "audit": ("audit", "testing"),
     "models": ("models",),
     "transformers": ("integrations.transformers",),
+    "runtimes": ("integrations.onnx", "integrations.program", "integrations.arrays"),
     "laboratory": ("lab", "lab.tasks.task", "lab.recipes"),
 }
 CARD = """\

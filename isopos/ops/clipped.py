@@ -78,12 +78,16 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
     shape = (*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-2])
     index = torch.zeros(shape, dtype=torch.int64, device=x.device)
     for query, key in zip(x.unbind(-1), y.unbind(-1), strict=True):
-        edges = _edges(query, reach).expand(*shape[:-1], -1).contiguous()
-        digit = torch.searchsorted(edges, key[..., None, :].expand(shape).contiguous(), right=True)
+        edges = _edges(query, reach).expand(*shape[:-1], -1)
+        if torch.compiler.is_exporting():  # ONNX has no binary search
+            digit = (edges[..., None, :] <= key[..., None, :, None]).sum(-1)
+        else:
+            digit = torch.searchsorted(edges.contiguous(), key[..., None, :].expand(shape).contiguous(), right=True)
         index = (2 * reach + 1) * index + digit
     inner = (2 * reach + 1) ** x.shape[-1]
-    index[..., :outside, :] = inner + 1
-    index[..., :outside] = inner
+    if outside:
+        index[..., :outside, :] = inner + 1
+        index[..., :outside] = inner
     return index.to(device)
 
 
@@ -135,6 +139,8 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
         >>> clipped(before, v, x, x, reach=1).flatten()
         tensor([0., 1., 2., 3., 4., 5.])
     """
+    if torch.compiler.is_exporting():  # the sum below is no graph of PyTorch's operations
+        return clipped_naive(score, v, x, y, reach, outside=outside, causal=causal)
     _check(score, v, x, y, reach, outside)
     if score.dtype not in (torch.float32, torch.float64) or v.dtype != score.dtype:
         raise TypeError(f"score, v: expected one dtype, float32 or float64, got {score.dtype} and {v.dtype}; convert them")

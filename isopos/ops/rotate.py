@@ -1,5 +1,8 @@
 """Rotations, permutations and dense maps of features: the operations of isometries."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from isopos.exact import to_float64
 from isopos.ops import gpu, library
 
 BLOCK = 1 << 14  # tokens per block of angles
+_AS_ONNX = ContextVar("as_onnx", default=False)  # whether an export has rotations as ONNX's operation
 
 
 def angles(position: Tensor, frequency: Tensor) -> Tensor:
@@ -53,6 +57,8 @@ def rotate_naive(x: Tensor, table: Tensor) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`rotate_naive` as one complex product: pairs and table are viewed as complex, and only the result is allocated."""
+    if (out := exported(x, table)) is not None:
+        return out
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
         return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
     if (out := _compiled(x, table, lifted=False, adjoint=False)) is not None:
@@ -60,6 +66,34 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     if not x.numel():
         return rotate_naive(x, table)  # complex views of empty slices with an odd offset have no gradient
     return torch.view_as_real(_complex(x.unflatten(-1, (-1, 2))) * _complex(table)).flatten(-2)
+
+
+@contextmanager
+def as_onnx(choice: bool = True) -> Iterator[None]:
+    """Within it, `torch.export` sees rotations as ONNX's RotaryEmbedding where they are one."""
+    token = _AS_ONNX.set(choice)
+    try:
+        yield
+    finally:
+        _AS_ONNX.reset(token)
+
+
+def exported(x: Tensor, table: Tensor) -> Tensor | None:
+    """`rotate` as ONNX's RotaryEmbedding, in an export that asks for it; features after those of the table pass unchanged.
+
+    None where it is not this operation: float64, a table per head, and other numbers of axes than ``[b h t d]``.
+    """
+    if not (torch.compiler.is_exporting() and _AS_ONNX.get()):
+        return None
+    shared = table.ndim < 4 or table.shape[-4] == 1  # by all heads
+    if x.ndim != 4 or table.ndim > 5 or not shared or {x.dtype, table.dtype} != {torch.float32}:
+        return None
+    table = table.reshape(-1, *table.shape[-3:]).expand(x.shape[0], x.shape[-2], -1, -1)  # [b t f 2]
+    cos, sin = table.unbind(-1)
+    width = 2 * table.shape[-2]
+    return torch.onnx.ops.rotary_embedding(
+        x, cos, sin, interleaved=True, rotary_embedding_dim=0 if width == x.shape[-1] else width
+    )
 
 
 def _complex(pairs: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class Axes(NamedTuple):
     features: int | None
     first: int  # the first named axis
     samples: bool  # whether axes of samples precede it
+    names: str = ""  # of all axes, as declared
 
     @classmethod
     def named(cls, names: str) -> "Axes":
@@ -53,7 +54,7 @@ class Axes(NamedTuple):
         samples = names.startswith("*b ")
         named = names.split()[samples:]
         axis = {name: n - len(named) for n, name in enumerate(named)}
-        return cls(axis.get("h"), axis.get("t"), axis.get("d"), -len(named), samples)
+        return cls(axis.get("h"), axis.get("t"), axis.get("d"), -len(named), samples, names)
 
     def part(self, x: Tensor, slices: Slices) -> Tensor:
         """The view of x that the slices select. Axes of length 1 broadcast."""

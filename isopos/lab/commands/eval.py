@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from isopos.lab.commands import rule_of
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.runs.files import read_json, write_json
 from isopos.lab.runs.folders import fingerprint, read_rows
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
-from isopos.spec import read, split_spec
+from isopos.spec import read
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,7 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
 
     if not spec:
         return
-    name, texts = split_spec(spec, "extend")
-    values = {option: _value(option, text) for option, text in texts.items()}
+    name, values = rule_of(spec)
     schemes = [module for module in model.modules() if isinstance(module, Scheme)]
     for scheme in [scheme for scheme in schemes if not scheme.position_free] or schemes:
         extent = task.extent(view, scheme.group.columns)
@@ -183,16 +183,6 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
             scheme.extend(name, **{"factor": extent[0], "trained": extent[1]} | values)
         except TypeError as error:
             raise ValueError(f"extend: {error}") from None
-
-
-def _value(option: str, text: str) -> Any:
-    """Parse an option of a rule."""
-    if option == "truncate" and text in ("true", "false"):
-        return text == "true"
-    piece = read(f"extend: {option}", text)
-    if option == "rescale":
-        return [part.number("numbers joined by +") for part in piece.split("+")]
-    return int(text) if text.isdecimal() else piece.number("true or false" if option == "truncate" else "a number")
 
 
 def _choice(text: str) -> tuple[str, int]:

@@ -52,7 +52,7 @@ LOCK_SECONDS = 10.0  # to wait for the lock of about.json
 
 @dataclass(frozen=True)
 class Options:
-    """Run the missing cells of a paper's table, and print the paper's figures next to ours.
+    """Run the missing cells of a paper's table, and print the paper's figures next to ours. Arrays: isopos tables.
 
     Results are kept in runs/tables/NAME-SCALE: the same command continues there, and processes that share the folder divide
     the cells. Writes table.md, figures.json and curves.svg.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from isopos.catalog import expect
+from isopos.catalog import CATALOG, expect
 from isopos.deprecation import renamed
 from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
@@ -193,7 +193,8 @@ def load_table(name: str) -> PaperTable:
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.exists():
-        raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}")
+        known = f"; isopos tables {name} writes the arrays of the scheme" if name.partition(":")[0] in CATALOG else ""
+        raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}{known}")
     try:
         values = {RENAMED.get(key, key): value for key, value in tomllib.loads(read_text(path, "put it right")).items()}
         tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}

@@ -1,0 +1,244 @@
+"""Models as programs of `torch.export`, which run and lower to other runtimes (ExecuTorch) where isopos is not installed.
+
+What depends on parameters alone is computed once, at the export: a program has no eigenvectors, exponentials of generators
+or Fourier transforms of them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbols
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+from isopos.models.decoder import Decoder, DecoderState
+from isopos.ops import rotate
+from isopos.state import State
+
+__all__ = ["export", "export_decoder"]
+
+TOLERANCE = 1e-5  # of the largest number in an output
+
+Inputs = Mapping[str, Tensor]
+
+
+def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | None = None) -> ExportedProgram:
+    """A module as a program of PyTorch's operations, compared with the module on both sets of inputs.
+
+    An axis whose size differs between `inputs` and `other` may have any size. ``program.module(check_guards=False)`` takes
+    the tensors in the order of `inputs`; with guards it refuses sizes of zero and one, where PyTorch's operations may
+    broadcast.
+
+    Args:
+        module: In evaluation mode. It takes the tensors of `inputs` in their order and returns one tensor or a tuple.
+        inputs: Example by name of input.
+        other: A second example, with the same names, numbers of axes and dtypes.
+        largest: Largest size of the axes that differ; runtimes that plan their memory ahead, as ExecuTorch, need it.
+
+    Raises:
+        ValueError: For a module in training mode, examples that do not match, an operation that is not PyTorch's, and
+            numbers that differ by more than 1e-5 of the largest one.
+
+    Examples:
+        >>> class Turned(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.encoding = isopos.ape_sequence(8, 2).encoding
+        ...
+        ...     def forward(self, x, positions):
+        ...         return self.encoding(positions)(x)
+        >>> import isopos
+        >>> short, long = ({"x": torch.randn(1, 2, t, 8), "positions": torch.arange(t)[:, None]} for t in (3, 90))
+        >>> program = export(Turned().eval(), short, long)
+        >>> program.module(check_guards=False)(torch.randn(1, 2, 1, 8), torch.tensor([[1000]])).shape
+        torch.Size([1, 2, 1, 8])
+    """
+    program = traced(module, inputs, other, largest=largest)
+    if own := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("isopos.")}):
+        raise ValueError(
+            f"module: expected operations of PyTorch alone, got {own[0]}, which loops over the tokens; an encoding of a "
+            "line or a grid needs none"
+        )
+    for example in (inputs, other):
+        _compare(program, module, example)
+    return program
+
+
+def _compare(program: ExportedProgram, module: nn.Module, inputs: Inputs) -> None:
+    """Raise ValueError where the program's outputs are not the module's."""
+    with torch.no_grad():
+        results = as_tuple(program.module(check_guards=False)(*inputs.values()))
+    for number, (result, want) in enumerate(zip(results, expected(module, inputs), strict=True)):
+        compare(f"output {number}", result, want, "of the module in the program")
+
+
+def export_decoder(model: Decoder, *, largest: int | None = None) -> ExportedProgram:
+    """A language model as one program that reads whole texts, chunks and single tokens.
+
+    Arguments are `tokens` int64 ``[b t]``, `past` int64 ``[]``, the number of tokens before them, and the tensors of each
+    layer's state. It returns a tuple of `logits` ``[b t vocabulary]`` and the tensors of the states after these tokens. A
+    text begins with past = 0 and states of zeros, in which the axis of cached tokens has size 0.
+
+    Args:
+        model: In evaluation mode, on the CPU.
+        largest: As of `export`.
+
+    Raises:
+        ValueError: As `export`.
+    """
+    step, examples, _ = decoder_step(model)
+    program = export(step, *examples, largest=largest)
+    single = {name: x[:, :1] if name == "tokens" else x for name, x in examples[0].items()}
+    _compare(program, step, single)
+    return program
+
+
+def traced(
+    module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | None = None, onnx: bool = False
+) -> ExportedProgram:
+    """The program of a module with its constants folded, not yet compared; `onnx`: with ONNX's operation for rotations."""
+    if module.training:
+        raise ValueError("module: expected one in evaluation mode, got training mode; call module.eval()")
+    auto = torch.export.Dim.AUTO if largest is None else torch.export.Dim.AUTO(max=largest)
+    shapes = tuple(dict.fromkeys(axes, auto) for axes in dynamic_axes(inputs, other))
+    called = _Called(module).train(module.training)
+    with torch.no_grad(), _zero_and_one(), rotate.as_onnx(onnx):
+        program = torch.export.export(called, tuple(inputs.values()), dynamic_shapes=(shapes,), strict=False)
+        if any(_changes(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})  # nothing is changed in place
+        return fold(program)
+
+
+def fold(program: ExportedProgram) -> ExportedProgram:
+    """Compute all nodes of a program that depend on parameters, buffers and constants alone; returns the program."""
+    graph, signature = program.graph, program.graph_signature
+    tensors = {**program.state_dict, **program.constants}
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+    known: dict[fx.Node, Any] = {}
+    for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+        if spec.kind in kinds and isinstance(value := tensors[spec.target or ""], Tensor):
+            known[node] = value.detach()
+    computed = {}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function" and not _is_random(node) and all(x in known for x in node.all_input_nodes):
+                arguments, options = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = computed[node] = node.target(*arguments, **options)
+    first = next(n for n, spec in enumerate(signature.input_specs) if spec.kind == InputKind.USER_INPUT)
+    before = graph.find_nodes(op="placeholder")[first]
+    for node, value in computed.items():
+        if not isinstance(value, Tensor) or all(user in known for user in node.users):
+            continue  # none but computed ones need it
+        target = f"folded_{len(program.constants)}"
+        with graph.inserting_before(before):
+            constant = graph.placeholder(target)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant)
+        argument = TensorArgument(name=constant.name)
+        signature.input_specs.insert(first, InputSpec(InputKind.CONSTANT_TENSOR, argument, target))
+        program.constants[target], first = value.contiguous(), first + 1
+    for node in reversed(computed):
+        if not node.users:
+            graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether an operation changes a tensor in place."""
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+@contextlib.contextmanager
+def _zero_and_one() -> Iterator[None]:
+    """Within it, axes of any size are not taken to be neither 0 nor 1."""
+    with symbols.patch(backed_size_oblivious=True):  # pyright: ignore[reportAttributeAccessIssue]
+        yield
+
+
+class _Called(nn.Module):
+    """A module that takes any number of tensors."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Tensor) -> Any:
+        return self.module(*arguments)
+
+
+class _Step(nn.Module):
+    """A decoder as a function of tensors: tokens, the number of tokens before them, and the states' tensors."""
+
+    def __init__(self, model: Decoder, like: DecoderState):
+        super().__init__()
+        self.model, self.like = model, like
+
+    def tensors_of(self, stream: DecoderState) -> dict[str, Tensor]:
+        """The tensors of a stream by layer and name, in the order of `like`."""
+        names = ((n, name) for n, state in enumerate(self.like.states) for name in state.tensors)
+        return {f"{n}_{name}": stream.states[n].tensors[name] for n, name in names}
+
+    def forward(self, tokens: Tensor, past: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(tensors)
+        states = (
+            State({name: next(rest) for name in like.tensors}, like.fingerprint, like.kind) for like in self.like.states
+        )
+        logits, stream = self.model.prefill(tokens, DecoderState(past, tuple(states)))
+        return logits, *self.tensors_of(stream).values()
+
+
+def decoder_step(model: Decoder) -> tuple[nn.Module, tuple[Inputs, Inputs], list[str]]:
+    """A decoder as a function of tensors, two examples for it, and the names of its outputs."""
+    with torch.no_grad():
+        streams = [model.prefill(_tokens(batch, length))[1] for batch, length in ((3, 7), (5, 11))]
+    step, examples = _Step(model, streams[0]).train(model.training), []
+    for (batch, length), stream in zip(((3, 4), (5, 70)), streams, strict=True):
+        states = {f"state_{name}": tensor for name, tensor in step.tensors_of(stream).items()}
+        examples.append({"tokens": _tokens(batch, length), "past": torch.tensor(stream.length), **states})
+    outputs = ["logits", *(f"next_{name}" for name in step.tensors_of(streams[0]))]
+    return step, (examples[0], examples[1]), outputs
+
+
+def _tokens(batch: int, length: int) -> Tensor:
+    """Tokens ``[batch length]`` of a vocabulary of at least two."""
+    return torch.arange(batch * length).view(batch, length) % 2
+
+
+def dynamic_axes(inputs: Inputs, other: Inputs) -> tuple[dict[int, str], ...]:
+    """Names of the axes of each input whose sizes differ between two examples."""
+    names, axes = dict[tuple[int, int], str](), []
+    for name, x in inputs.items():
+        y = other.get(name)
+        if y is None or x.ndim != y.ndim or x.dtype != y.dtype:
+            got = "none" if y is None else f"{list(y.shape)} of {y.dtype}"
+            raise ValueError(f"other: expected {name} with {x.ndim} axes of {x.dtype}, got {got}")
+        sizes = enumerate(zip(x.shape, y.shape, strict=True))
+        axes.append({n: names.setdefault(pair, f"{name}.{n}") for n, pair in sizes if pair[0] != pair[1]})
+    return tuple(axes)
+
+
+def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One tensor or several, as a tuple."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def expected(module: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Outputs of the module itself."""
+    with torch.no_grad():
+        return as_tuple(module(*inputs.values()))
+
+
+def compare(name: str, got: Tensor, want: Tensor, where: str) -> None:
+    """Raise ValueError where an output is not the module's."""
+    limit = TOLERANCE * max(1.0, float(want.double().abs().max())) if want.numel() else 0.0
+    if got.shape != want.shape or not torch.allclose(got.double(), want.double(), rtol=0, atol=limit):
+        error = f" with errors up to {(got - want).abs().max():.1e}" if got.shape == want.shape else ""
+        raise ValueError(f"{name}: expected {list(want.shape)} {where} to {limit:.0e}, got {list(got.shape)}{error}")
