@@ -1,4 +1,4 @@
-"""How much of the loss comes back after conversion to linear attention, by tokens, against training anew.
+"""How much of the loss comes back after conversion to linear attention, by tokens, against training from scratch.
 
 A small Llama of bytes is trained with softmax attention for each seed. `isopos convert` converts it, a fifth of its tokens
 for attention transfer and the rest on the next token. The same command trains models of random weights with the same linear
@@ -12,6 +12,7 @@ Cells that are in the folder are not computed again.
 import argparse
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ from isopos.lab.reports.intervals import Difference
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 LENGTH, BATCH, SCORED = 128, 8, 8192
 RATE, TRANSFER_RATE = 3e-3, 3e-3  # peak learning rates of softmax attention, and of attention transfer
-TUNING_RATE = 6e-3  # of training on the next token, converted or anew: better for both than 3e-3 on seed 9 of a larger model
+TUNING_RATE = 6e-3  # on the next token, converted or from scratch: better for both than 3e-3, on seed 9 of a larger model
 SHARE = 5  # the transfer has one step of so many
 BASE_STEPS, STEPS, SEEDS = 300, (30, 90), (0, 1, 2)
-SCHEMES = {
-    "keep, retnet's decay": ("keep:decay=retnet", 0),
-    "keep, with a softmax window of 16": ("keep:decay=retnet", 16),
+SCHEMES = {  # and windows of softmax attention
+    "keep:decay=retnet": ("keep:decay=retnet", 0),
+    "keep:decay=retnet, window 16": ("keep:decay=retnet", 16),
     "permuteformer": ("permuteformer", 0),
 }
 
@@ -93,7 +94,7 @@ def swapped(source: Path, scheme: str, window: int) -> Any:
 def cell(source: Path, name: str, steps: int, seed: int, data: str, arm: str = "") -> float:
     """Bits per byte after `steps` updates in all, by the command; those of an arm are all on the next token."""
     scheme, window = SCHEMES[name]
-    new = source.parent / f"{name} {arm} {steps}".replace("  ", " ").replace(",", "").replace(" ", "-")
+    new = source.parent / re.sub(r"[^a-z0-9]+", "-", f"{name} {arm} {steps}")
     runs = new.with_name(f"{new.name}.runs")
     if not new.exists():
         transfer = 0 if arm else steps // SHARE
@@ -108,16 +109,16 @@ def cell(source: Path, name: str, steps: int, seed: int, data: str, arm: str = "
 
 
 def measure(folder: Path, corpus: Corpus, data: str, name: str, seed: int) -> dict[str, Any]:
-    """Bits per byte of a scheme and a seed: of softmax attention, and converted and anew, by the number of tokens."""
+    """Bits per byte of a scheme and a seed: of softmax attention, converted and from scratch, by the number of tokens."""
     from isopos.lab.tasks.conversion import read_model
 
     trained, untrained = (original(folder, corpus, seed, steps) for steps in (BASE_STEPS, 0))
-    found = {"softmax": bits(read_model(trained).eval(), corpus), "converted": {}, "anew": {}}
+    found = {"softmax": bits(read_model(trained).eval(), corpus), "converted": {}, "scratch": {}}
     found["converted"][0] = bits(swapped(trained, *SCHEMES[name]).eval(), corpus)
     for steps in STEPS:
         tokens = steps * BATCH * LENGTH
         found["converted"][tokens] = cell(trained, name, steps, seed, data)
-        found["anew"][tokens] = cell(untrained, name, steps, seed, data, "anew")
+        found["scratch"][tokens] = cell(untrained, name, steps, seed, data, "scratch")
     return found
 
 
@@ -128,9 +129,9 @@ def rows(name: str, seeds: list[dict[str, Any]]) -> str:
         own = [one["converted"][tokens] for one in seeds]
         start = [one["converted"][0] for one in seeds]
         back = Difference.paired([(a - b) / (a - one["softmax"]) for a, b, one in zip(start, own, seeds, strict=True)])
-        anew = [one["anew"][tokens] for one in seeds] if tokens else []
-        apart = Difference.paired([a - b for a, b in zip(own, anew, strict=True)]).text("+.3f") if anew else "-"
-        mean = f"{statistics.mean(anew):.3f}" if anew else "-"
+        scratch = [one["scratch"][tokens] for one in seeds] if tokens else []
+        apart = Difference.paired([a - b for a, b in zip(own, scratch, strict=True)]).text("+.3f") if scratch else "-"
+        mean = f"{statistics.mean(scratch):.3f}" if scratch else "-"
         share = back.text(".0%") if tokens else "0%"
         lines.append(f"| {name} | {tokens:,} | {statistics.mean(own):.3f} | {mean} | {apart} | {share} |")
     return "\n".join(lines)
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True, help="folder for models and runs")
     options = parser.parse_args()
     corpus = load_corpus(options.data, LENGTH)
-    print("| attention | tokens | converted | anew | converted - anew | of the loss back |")
+    print("| attention | tokens | converted | from scratch | converted - from scratch | of the loss back |")
     print("|---|---|---|---|---|---|")
     seeds: list[dict[str, Any]] = []
     for name in SCHEMES:

@@ -11,6 +11,7 @@ from isopos.attention import naive_linear_attention
 from isopos.integrations.transformers.conversion import converted, distances, linear_scheme, transferred
 from isopos.integrations.transformers.native import rotary_scheme
 from isopos.integrations.transformers.patching import load, patch, unpatch  # without transformers as yet
+from isopos.lab.data.tokenizers import Bytes
 from isopos.lab.reports import progress
 
 pytestmark = pytest.mark.oracles
@@ -217,6 +218,15 @@ def test_a_distance_is_of_one_layer():
     assert not any(layer._forward_hooks for layer in student.modules())
 
 
+def test_vectors_of_positions_that_are_added_are_not_trained_by_transfer():
+    teacher = FAMILIES["gpt2"].make(num_key_value_heads=None)
+    student = converted(teacher, linear_scheme(teacher))
+    distances(teacher, student, tokens()).sum().backward()
+    reached = [weight for weight in student.parameters() if weight.grad is not None]
+    assert {*map(id, reached)} == {*map(id, transferred(student))}
+    assert student.base_model.wpe.scheme.embedding.weight.grad is None
+
+
 def test_only_linear_attention_is_a_target():
     with pytest.raises(ValueError, match="expected one of linear attention"):
         converted(FAMILIES["llama"].make(), isopos.rope(HEAD_DIM, attention="softmax"))
@@ -224,10 +234,7 @@ def test_only_linear_attention_is_a_target():
 
 # The command
 
-LINE = (
-    "--tokenizer bytes --data text.txt --length 16 --batch 2 --transfer-steps 4 --steps 4 --window 4 --validation-tokens 64"
-)
-LINE += " --save-every 1"
+LINE = "--data text.txt --length 16 --batch 2 --transfer-steps 4 --steps 4 --window 4 --validation-tokens 64 --save-every 1"
 
 
 @pytest.fixture
@@ -238,18 +245,20 @@ def folder(isopos, tmp_path):
     return tmp_path
 
 
-def convert(isopos, new, *more):
-    return isopos("convert", "base", new, *LINE.split(), *more)
+def convert(isopos, new, *more, tokenizer="bytes"):
+    return isopos("convert", "base", new, *LINE.split(), "--tokenizer", tokenizer, *more)
 
 
-def test_a_conversion_is_loaded_and_generates(isopos, folder):
-    code, out, err = convert(isopos, "new")
+def test_a_conversion_is_loaded_and_generates(isopos, folder, hf):
+    hf.PreTrainedTokenizerFast(tokenizer_object=Bytes().model()).save_pretrained("base")
+    code, out, err = convert(isopos, "new", tokenizer="model")
     assert (code, out.splitlines()[-1]) == (0, "new"), err
     for name in ("original: bits/byte", "transfer: finished", "tuning: finished"):
         assert name in out
     model, ids = load(folder / "new").eval(), tokens()
     assert model.config.isopos["scheme"] == "rope"
     assert model.config.isopos["window"] == 4
+    assert hf.AutoTokenizer.from_pretrained("new").decode(ids[0]) == Bytes().decode(ids[0])
     found = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True,
         output_logits=True,
@@ -302,7 +311,6 @@ def test_an_interrupted_conversion_goes_on_to_the_same_weights(isopos, folder, m
         (["--length", "1"], "length: expected a number from 2"),
         (["--transfer-steps", "-1"], "transfer_steps: expected 0 or more"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
-        (["--tokenizer", "model"], "tokenizer: expected one in base, got none"),
         (["--scheme", "learned:length=4", "--length", "16"], "acts in attention"),
         (["--resume"], "resume: expected a conversion in new.runs, got none"),
     ],
@@ -316,6 +324,7 @@ def test_bad_options_are_refused_before_any_work(isopos, folder, change, said):
 
 
 def test_folders_that_are_no_model_of_softmax_attention(isopos, folder):
+    assert "tokenizer: expected one in base, got none" in convert(isopos, "new", tokenizer="model")[2]
     (folder / "empty").mkdir()
     assert "folder: expected a saved model" in isopos("convert", "empty", "new")[2]
     assert "new_folder: expected a new folder" in isopos("convert", "base", "base")[2]

@@ -91,14 +91,15 @@ def converted(model: Any, scheme: Scheme, window: int | None = None) -> Any:
 
 
 def transferred(student: Any) -> list[nn.Parameter]:
-    """The parameters that attention transfer trains: those of layers of attention, of windows, and of the scheme."""
+    """The parameters that attention transfer trains: of layers of attention, of windows, and of the scheme in attention."""
     part = reading.text_part(student)
     layers = reading.attention_layers(part)
     found = [weight for layer in layers for weight in layer.parameters()]
     own = [module for module in part.modules() if isinstance(module, Scheme)]
     window = getattr(part, "isopos_window", None)
     found += [weight for module in (*own, *([] if window is None else [window])) for weight in module.parameters()]
-    return list(dict.fromkeys(found))
+    added = {weight for scheme in own if scheme.embedding is not None for weight in scheme.embedding.parameters()}
+    return [weight for weight in dict.fromkeys(found) if weight not in added]
 
 
 def distances(teacher: Any, student: Any, tokens: Tensor) -> Tensor:

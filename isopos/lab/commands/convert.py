@@ -69,6 +69,8 @@ def _run(options: Options, console: Console) -> int:
     new, runs = Path(options.new_folder), _runs(options)
     logging.disable_progress_bar()
     recipes = {name: check_recipe(recipe)[0] for name, recipe in _recipes(options, runs).items()}
+    if TRANSFER not in recipes and (runs / TRANSFER).exists():
+        raise ValueError(f"transfer_steps: expected those of {runs / TRANSFER}, got 0")
     for name, recipe in recipes.items():
         if (runs / name).exists():
             folders.check_same_recipe(runs / name, recipe)

@@ -179,7 +179,10 @@ class Pretrained(Tokenizer):
                 f"tokenizer: expected one in {folder}, got none; put it there, or give --tokenizer bytes if it is of bytes"
             )
         self.folder = folder
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"tokenizer: expected one in {folder}: {' '.join(str(error).split())}") from None
         self.size = len(self._tokenizer)
         self._digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
