@@ -146,6 +146,7 @@ def main() -> None:
             torch.manual_seed(0)
             with named(f"{case.id}-{kind} {causal} {[*options]}"):
                 whole = Whole.of(case, kind, causal, len(IDS), **options)
+                torch.manual_seed(0)
                 narrow = Whole.of(case, kind, causal, len(IDS), torch.float32, **options)
                 for n, group in enumerate(groups):
                     if rank >= n + 2:

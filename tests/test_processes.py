@@ -52,7 +52,7 @@ def _rows(folder, name):
 
 
 def _wait_for(folder, name, step):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while time.monotonic() < end:
         rows = _rows(folder, name)
         if rows and rows[-1]["step"] >= step:
@@ -86,13 +86,18 @@ def _equal(folder, names, expected, out):
 def _killed(folder, name, *arguments, rank=None):
     """Start a run, kill it, or one of its processes, after some steps; returns what it prints and its status."""
     process = _start(folder, name, *arguments)
-    _wait_for(folder, name, 13)
-    if rank is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-        os.kill(int(listed.stdout.split()[rank]), signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
+    try:
+        _wait_for(folder, name, 13)
+        if rank is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+            os.kill(int(listed.stdout.split()[rank]), signal.SIGKILL)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     run = folder / "runs" / name
     assert not (run / "result.json").exists()
     assert checkpoints.newest(run).step >= 10
