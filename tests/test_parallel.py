@@ -93,6 +93,22 @@ def test_a_ring_gives_what_the_whole_gives(monkeypatch):
     on_ranks(len(SHARDS), member)
 
 
+@each("kind", [lambda group: group, Ring])
+def test_terms_of_keys_see_them_unrotated(kind):
+    scheme = isopos.schemes.Scheme(
+        isopos.rope(4, 2).encoding, 2, attention="softmax", bias=perturb(isopos.deberta(4, 2)).bias
+    )
+    q, k, v = inputs(1, t=8, heads=2, d=4, e=4)
+    whole = softmax_attention(q, k, v, **scheme.at(sequence(8), dtype=q.dtype), causal=True)
+
+    def member(group, rank):
+        own = [cut(x, group, -2) for x in (q, k, v)]
+        at = scheme.at(cut(sequence(8), group, 0), group=kind(group), dtype=q.dtype)
+        return softmax_attention(*own, **at, causal=True)
+
+    torch.testing.assert_close(torch.cat(on_ranks(2, member), -2), whole, rtol=0, atol=1e-12)
+
+
 def test_nan_and_infinity_stay_in_the_rows_that_see_them_round_a_ring():
     q, k, v = inputs(2, t=8, heads=2, d=4, e=4, requires_grad=True)
     with torch.no_grad():
