@@ -45,7 +45,11 @@ OBSERVER = "child-process-observer"  # the name of Lightning's thread that waits
 PATIENCE = 30  # seconds until a process is ended that does not notice that others did
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SMALL_FILES = 1 << 20  # bytes of results, examples and metrics
-LIGHTNING_WARNINGS = (".*does not have many workers", ".*LeafSpec.* is deprecated")
+LIGHTNING_WARNINGS = (
+    ".*find_unused_parameters=True was specified",
+    ".*does not have many workers",
+    ".*LeafSpec.* is deprecated",
+)
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)  # hides its remarks on devices and its tips
 
@@ -403,7 +407,11 @@ def _strategy(t: Training) -> Any:
     world = t.devices * t.nodes
     if world > 1 and t.strategy == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    return DDPStrategy() if world > 1 else "auto"
+    if world == 1:
+        return "auto"
+    # Otherwise DDP puts gradients in other buckets after the first step of a process, and sums of three or more numbers
+    # are rounded otherwise than in a run that was not interrupted.
+    return DDPStrategy(find_unused_parameters=world > 2)
 
 
 def _environment() -> list[Any]:
