@@ -18,10 +18,10 @@ from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [
-    *("--steps=40", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
+    *("--steps=30", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
-TWO, SHORT = ["--devices=2"], ["--steps=16"]
+TWO, SHORT = ["--devices=2"], ["--steps=10"]
 
 
 def _start(folder, name, *arguments, environment=None):
@@ -127,8 +127,8 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single):
     over = [*TWO, "--sequence-parallel=2"]
     runs = {
         "fsdp2": [*TWO, "--strategy=fsdp2", "--accumulate=2", "--recompute"],
-        "sequence": [*over, "--validate-every=8"],
-        "sequence-fsdp2": [*over, "--strategy=fsdp2", "--accumulate=2", "--recompute", "--validate-every=8"],
+        "sequence": [*over, "--validate-every=5"],
+        "sequence-fsdp2": [*over, "--strategy=fsdp2", "--accumulate=2", "--recompute", "--validate-every=5"],
     }
     evaluated = ["eval", "runs/one", "--length", "1", "8", "--sequence-parallel=2"]
     out = run_all(tmp_path, 2, [*(_command(name, *SHORT, *more) for name, more in runs.items()), evaluated])
@@ -190,7 +190,7 @@ def test_a_signal_to_two_processes_leaves_a_checkpoint_and_says_how_to_go_on(tmp
     assert process.returncode == 128 + number, out
     assert "the same command with --resume goes on from step" in out
     step = checkpoints.newest(tmp_path / "runs" / "stopped").step
-    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 60
+    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 30
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
