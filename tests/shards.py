@@ -170,9 +170,9 @@ def _compare(case: SchemeCase, kind: str, causal: bool, options: dict[str, Any],
 
 
 def overlap(group: Any) -> dict[str, list[float]]:
-    """Start and end in a profile, in milliseconds, of the sums over own keys and of the collective, in both passes."""
-    t, names = 1024, {"_Differentiable": "sums", "gloo:all_gather": "sent"}
-    names |= {"_DifferentiableBackward": "sums back", "gloo:all_to_all": "sent back"}
+    """Milliseconds in a profile of both passes: when a collective starts, sums over own keys run, and the result is awaited."""
+    t, names = 1024, {"c10d::_allgather_base_": "sent", "_Differentiable": "sums", "_Finish": "awaited"}
+    names |= {"c10d::alltoall_base_": "sent back", "_DifferentiableBackward": "sums back", "_StartBackward": "awaited back"}
     content = torch.randn(3, 1, 8, t, 64, requires_grad=True)
     at = isopos.retnet(64, 8, denominator="encoded").at(isopos.sequence(t) + group.rank() * t, group=group)
     for _ in range(2):  # the first time warms up
