@@ -170,7 +170,7 @@ def _compare(case: SchemeCase, kind: str, causal: bool, options: dict[str, Any],
 
 
 def overlap(group: Any) -> dict[str, list[float]]:
-    """Milliseconds in a profile of both passes: when a collective starts, sums over own keys run, and the result is awaited."""
+    """Milliseconds in a profile of both passes: a collective starts, sums over own keys run, the result is awaited."""
     t, names = 1024, {"c10d::_allgather_base_": "sent", "_Differentiable": "sums", "_Finish": "awaited"}
     names |= {"c10d::alltoall_base_": "sent back", "_DifferentiableBackward": "sums back", "_StartBackward": "awaited back"}
     content = torch.randn(3, 1, 8, t, 64, requires_grad=True)

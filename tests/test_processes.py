@@ -21,7 +21,7 @@ TINY = [
     *("--steps=30", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
-TWO, SHORT = ["--devices=2"], ["--steps=10"]
+TWO, SHORT, SOFTMAX = ["--devices=2"], ["--steps=10"], ["--scheme=rope:attention=softmax"]
 
 
 def _start(folder, name, *arguments, environment=None):
@@ -63,9 +63,10 @@ def _wait_for(folder, name, step):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The losses of one process without dropout, by step, and the folder of the run."""
+    """A folder with runs of one process without dropout, and the losses of one by step."""
     folder = tmp_path_factory.mktemp("single")
-    run_all(folder, 1, [_command("one", *SHORT), ["eval", "runs/one", "--length", "1", "8"]])
+    evaluated = ["eval", "runs/one", "--length", "1", "8"]
+    run_all(folder, 1, [_command("one", *SHORT), _command("softmax", *SHORT, *SOFTMAX), evaluated])
     return folder, [(row["step"], row["loss"]) for row in _rows(folder, "one")]
 
 
@@ -142,32 +143,25 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single):
 
 def test_four_processes_two_by_two_give_the_losses_of_one_and_end_in_one_line(tmp_path, single):
     """Where one of four is killed, the others end, one line says how to go on, and --resume goes on exactly."""
-    _, expected = single
+    folder, expected = single
     mesh = ["--devices=4", "--sequence-parallel=2"]
     out, status = _killed(tmp_path, "killed", *mesh, "--dropout=0.2", rank=1)
     last = [line for line in out.splitlines() if line][-1]
     assert status == 2, out
     assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
     assert "Traceback" not in out
-    softmax = [*SHORT, "--scheme=rope:attention=softmax"]
     runs = {
         "sequence": ["--devices=4", "--sequence-parallel=4"],
         "mesh": mesh,
         "mesh-fsdp2": [*mesh, "--strategy=fsdp2"],
     }
-    rings = {
-        name: [*softmax, "--devices=4", "--sequence-parallel=4", f"--sequence-keys={name}"] for name in ("ring", "zigzag")
-    }
-    rings["gather"] = [*softmax, *mesh]
+    over = [*SOFTMAX, "--devices=4", "--sequence-parallel=4"]
+    rings = {name: [*over, f"--sequence-keys={name}"] for name in ("ring", "zigzag")}
     resumed = [_command("whole", *mesh, "--dropout=0.2"), _command("killed", *mesh, "--dropout=0.2", "--resume")]
-    commands = [
-        *(_command(name, *SHORT, *more) for name, more in runs.items()),
-        *(_command(n, *more) for n, more in rings.items()),
-    ]
+    commands = [_command(name, *SHORT, *more) for name, more in (runs | rings).items()]
     out = run_all(tmp_path, 4, [*commands, *resumed])
     _equal(tmp_path, runs, expected, out[:3])
-    run_all(tmp_path, 1, [_command("softmax", *softmax)])
-    _equal(tmp_path, rings, [(row["step"], row["loss"]) for row in _rows(tmp_path, "softmax")], out[3:6])
+    _equal(tmp_path, rings, [(row["step"], row["loss"]) for row in _rows(folder, "softmax")], out[3:5])
     assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
 
 
