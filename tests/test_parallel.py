@@ -181,6 +181,22 @@ def test_traffic_of_linear_attention_does_not_grow_with_the_length():
     assert 7 < many / few <= 8
 
 
+def test_traffic_of_a_ring_is_keys_and_values_twice_and_their_gradients():
+    """And a message with the lengths of shards, 8 bytes to each; with `causal` only to later processes."""
+    t, each, scheme = 8, 2 * 4 * 4, isopos.rope(4, 2, attention="softmax")
+
+    def member(group, rank, causal):
+        with Traffic() as traffic:
+            at = scheme.at(sequence(t) + rank * t, group=Ring(group))
+            softmax_attention(*content(t, 1), **at, causal=causal).sum().backward()
+        return traffic.sent - 8 * (group.size() - 1)
+
+    for size in (2, 3):
+        whole = on_ranks(size, lambda group, rank: member(group, rank, False))
+        assert whole == size * [6 * each * t * (size - 1)]
+        assert 2 * sum(on_ranks(size, lambda group, rank: member(group, rank, True))) == sum(whole)
+
+
 @each("causal", [True, False])
 def test_sums_over_own_keys_run_while_a_collective_is_under_way(causal, monkeypatch):
     """In both passes."""
