@@ -67,9 +67,9 @@ def test_every_structure_in_every_setting_in_groups_of_two_three_and_four_proces
     found = re.search(r"cases in groups of 2, 3 and 4 processes; overlap (.*)", done.stdout)
     assert found, done.stdout
     times = json.loads(found[1])
-    for sums, sent in (("sums", "sent"), ("sums back", "sent back")):  # a collective is under way during sums of own keys
-        assert times[sent][0] < times[sums][1]
-        assert times[sent][1] > times[sums][0]
+    for suffix in ("", " back"):  # a collective is under way during the sums over own keys
+        sent, sums, awaited = (times[name + suffix] for name in ("sent", "sums", "awaited"))
+        assert sent[1] <= sums[0] < sums[1] <= awaited[0]
 
 
 def test_a_ring_gives_what_the_whole_gives(monkeypatch):
@@ -91,6 +91,22 @@ def test_a_ring_gives_what_the_whole_gives(monkeypatch):
                     whole.compare(Ring(group, zigzag=True), SHARDS, 1e-12)
 
     on_ranks(len(SHARDS), member)
+
+
+@each("kind", [lambda group: group, Ring])
+def test_terms_of_keys_see_them_unrotated(kind):
+    scheme = isopos.schemes.Scheme(
+        isopos.rope(4, 2).encoding, 2, attention="softmax", bias=perturb(isopos.deberta(4, 2)).bias
+    )
+    q, k, v = inputs(1, t=8, heads=2, d=4, e=4)
+    whole = softmax_attention(q, k, v, **scheme.at(sequence(8), dtype=q.dtype), causal=True)
+
+    def member(group, rank):
+        own = [cut(x, group, -2) for x in (q, k, v)]
+        at = scheme.at(cut(sequence(8), group, 0), group=kind(group), dtype=q.dtype)
+        return softmax_attention(*own, **at, causal=True)
+
+    torch.testing.assert_close(torch.cat(on_ranks(2, member), -2), whole, rtol=0, atol=1e-12)
 
 
 def test_nan_and_infinity_stay_in_the_rows_that_see_them_round_a_ring():
@@ -163,6 +179,22 @@ def test_traffic_of_linear_attention_does_not_grow_with_the_length():
     assert window[0] == window[1]
     few, many = (sum(bytes for bytes, _ in sent(t, "softmax")) for t in (8, 64))
     assert 7 < many / few <= 8
+
+
+def test_traffic_of_a_ring_is_keys_and_values_twice_and_their_gradients():
+    """And a message with the lengths of shards, 8 bytes to each; with `causal` only to later processes."""
+    t, each, scheme = 8, 2 * 4 * 4, isopos.rope(4, 2, attention="softmax")
+
+    def member(group, rank, causal):
+        with Traffic() as traffic:
+            at = scheme.at(sequence(t) + rank * t, group=Ring(group))
+            softmax_attention(*content(t, 1), **at, causal=causal).sum().backward()
+        return traffic.sent - 8 * (group.size() - 1)
+
+    for size in (2, 3):
+        whole = on_ranks(size, lambda group, rank: member(group, rank, False))
+        assert whole == size * [6 * each * t * (size - 1)]
+        assert 2 * sum(on_ranks(size, lambda group, rank: member(group, rank, True))) == sum(whole)
 
 
 @each("causal", [True, False])

@@ -42,7 +42,7 @@ def test_a_recipe_survives_json():
 
 def test_a_field_that_no_recipe_has_is_refused_with_those_it_has():
     with pytest.raises(
-        ValueError, match=r"expected one of scheme, seed, data, .*, sequence_parallel, got 'stesp'; did you mean steps\?$"
+        ValueError, match=r"expected one of scheme, seed, data, .*, sequence_keys, got 'stesp'; did you mean steps\?$"
     ):
         Recipe.from_dict({"stesp": 3})
 

@@ -21,6 +21,7 @@ References:
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -136,33 +137,28 @@ class _Plan:
     axes: dict[str, int]
     traffic: Traffic | None
 
+    def __post_init__(self) -> None:
+        self.pieces = tuple(self.shards.pieces)
+
     def sees(self, queries: Piece, keys: Piece) -> bool:
         """Whether some query of a piece sees some key of another, from indices alone."""
-        window, causal = self.problem.window, self.problem.causal
-        if queries[0] == queries[1] or keys[0] == keys[1] or (causal and keys[0] >= queries[1]):
-            return False
-        return window is None or (keys[1] > queries[0] - window + 1 and keys[0] < queries[1] + window - 1)
+        return _sees(queries, keys, self.problem.causal, self.problem.window)
 
     def needed(self, rank: int, source: int) -> list[int]:
         """Which pieces of a process another one needs."""
-        pieces = self.shards.pieces
-        return [n for n, keys in enumerate(pieces[source]) if any(self.sees(queries, keys) for queries in pieces[rank])]
-
-    def hops(self) -> list[int]:
-        """The distances in the ring at which some process needs keys."""
-        size = self.shards.size
-        return [hop for hop in range(1, size) if any(self.needed(rank, (rank - hop) % size) for rank in range(size))]
+        queries = self.pieces[rank]
+        return [n for n, keys in enumerate(self.pieces[source]) if any(self.sees(own, keys) for own in queries)]
 
     def blocks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, _Block]]:
         """The keys that this process needs and the hop at which they come, its own first; the next ones are under way."""
-        shards, hops, like = self.shards, self.hops(), tensors
-        own = shards.pieces[shards.rank]
+        shards, hops = self.shards, _hops(self.pieces, self.problem.causal, self.problem.window)
+        own = self.pieces[shards.rank]
 
         def start(hop: int) -> Any:
             source = (shards.rank - hop) % shards.size
             rows = self.local(own, self.needed((shards.rank + hop) % shards.size, shards.rank))
-            pieces = [shards.pieces[source][n] for n in self.needed(shards.rank, source)]
-            sent = [torch.cat([x[part] for part in rows]) if rows else x[:0] for x in like]
+            pieces = [self.pieces[source][n] for n in self.needed(shards.rank, source)]
+            sent = [torch.cat([x[part] for part in rows]) if rows else x[:0] for x in tensors]
             return source, pieces, shards.pass_on(sent, hop, sum(b - a for a, b in pieces), self.traffic)
 
         pending = [start(hop) for hop in hops[:1]]
@@ -180,7 +176,7 @@ class _Plan:
 
     def units(self, block: _Block, batch: int) -> Iterator[_Unit]:
         """The parts of this process's queries and a block's keys in which there are pairs to compute."""
-        own = self.shards.pieces[self.shards.rank]
+        own = self.pieces[self.shards.rank]
         every = zip(self.local(own, range(len(own))), own, strict=True)
         keys = list(zip(self.local(block.pieces, range(len(block.pieces))), block.pieces, strict=True))
         for rows, queries in every:
@@ -250,6 +246,23 @@ class _Plan:
         own = {name: like.part(x, rows, columns) for (name, like), x in zip(self.kept.items(), kept, strict=True)}
         keys = {name: x[unit.keys].movedim(0, axis) for (name, axis), x in zip(self.axes.items(), moved, strict=True)}
         return {name: _widened(x, wide) for name, x in own.items()}, {name: _widened(x, wide) for name, x in keys.items()}
+
+
+def _sees(queries: Piece, keys: Piece, causal: bool, window: int | None) -> bool:
+    if queries[0] == queries[1] or keys[0] == keys[1] or (causal and keys[0] >= queries[1]):
+        return False
+    return window is None or (keys[1] > queries[0] - window + 1 and keys[0] < queries[1] + window - 1)
+
+
+@lru_cache(64)
+def _hops(pieces: tuple[tuple[Piece, ...], ...], causal: bool, window: int | None) -> list[int]:
+    """The distances in the ring at which some process needs keys."""
+    size = len(pieces)
+
+    def needs(rank: int, source: int) -> bool:
+        return any(_sees(queries, keys, causal, window) for queries in pieces[rank] for keys in pieces[source])
+
+    return [hop for hop in range(1, size) if any(needs(rank, (rank - hop) % size) for rank in range(size))]
 
 
 def _widened(x: Tensor, wide: torch.dtype) -> Tensor:
@@ -351,7 +364,7 @@ def _add_grads(
 def _sent_home(plan: _Plan, hop: int, found: Sequence[Tensor | None]) -> tuple[Any, list[slice]]:
     """Start to send gradients of keys where they came from; also slices of the own keys, whose gradients come."""
     shards = plan.shards
-    used = plan.local(shards.pieces[shards.rank], plan.needed((shards.rank + hop) % shards.size, shards.rank))
+    used = plan.local(plan.pieces[shards.rank], plan.needed((shards.rank + hop) % shards.size, shards.rank))
     come = sum(part.stop - part.start for part in used)
     return shards.pass_on([x for x in found if x is not None], -hop, come, plan.traffic), used
 

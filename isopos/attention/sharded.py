@@ -27,7 +27,7 @@ from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.step import weighed
 from isopos.ops.linear.window import within
 from isopos.parallel import Shards
-from isopos.terms import Clipped
+from isopos.terms import Clipped, Numbers
 
 __all__ = ["checked", "softmax_problem", "totals"]
 
@@ -205,7 +205,15 @@ def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
     assert shards is not None
     pairs = bool(problem.terms) or problem.locality is not None or problem.attn_mask is not None
     window, causal = (None, False) if pairs else (problem.window, problem.causal)
-    found = _fetched(problem, {"k": (problem.rho_k(problem.k), -2), "v": (problem.v, -2)}, shards, window, causal)
+    tensors = {"k": (problem.rho_k(problem.k), -2), "v": (problem.v, -2)}
+    if any(term.side == "key" for term in problem.terms):
+        tensors["raw"] = problem.k, -2  # terms see keys as they are
+    found = _fetched(problem, tensors, shards, window, causal)
+    if "raw" in found:
+        wide = torch.promote_types(problem.q.dtype, torch.float32)
+        q, k = problem.q.to(wide), found.pop("raw").to(wide)
+        own = (Numbers(problem.scale * term.scores(q, k)) if term.side == "key" else term for term in problem.terms)
+        found["terms"] = tuple(own)
     if pairs:
         found |= {"attn_mask": _allowed(problem, shards), "window": None, "causal": False}
     elif window is not None and (more := _after(window, causal, shards)):

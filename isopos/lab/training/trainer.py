@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
@@ -40,9 +41,15 @@ from isopos.lab.training import OnStep
 from isopos.parallel import Ring
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, for any strategy
+OBSERVER = "child-process-observer"  # the name of Lightning's thread that waits for the processes it started
+PATIENCE = 30  # seconds until a process is ended that does not notice that others did
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SMALL_FILES = 1 << 20  # bytes of results, examples and metrics
-LIGHTNING_WARNINGS = (".*does not have many workers", ".*LeafSpec.* is deprecated")
+LIGHTNING_WARNINGS = (
+    ".*find_unused_parameters=True was specified",
+    ".*does not have many workers",
+    ".*LeafSpec.* is deprecated",
+)
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.WARNING)  # hides its remarks on devices and its tips
 
@@ -154,6 +161,10 @@ class _Training(LightningModule):
         return DataLoader(batches, batch_size=None, num_workers=self.settings.workers, worker_init_fn=start)
 
     def on_fit_start(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name == OBSERVER:
+                observer: Any = thread
+                observer._terminate_all = partial(_end_all, observer, lambda: _line(self.folder, self.step))
         if self.checkpoint is not None:
             state, self.checkpoint = self.checkpoint, None  # frees the memory
             content = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -350,11 +361,28 @@ def _end_with_the_others(folder: Path, step: int, *, first: bool) -> Never:
     """
     if not first:
         raise SystemExit(2) from None
+    raise OSError(_line(folder, step)) from None
+
+
+def _line(folder: Path, step: int) -> str:
     last = checkpoints.newest(folder)
-    raise OSError(
+    return (
         f"another process of this run ended after step {step}; "
         f"the same command with --resume goes on from step {last.step if last else 0}"
-    ) from None
+    )
+
+
+def _end_all(observer: Any, line: Callable[[], str]) -> None:
+    """End the processes that Lightning started, after one of them ended; then the first one, in which this thread runs.
+
+    Lightning would kill all at once, perhaps before the first one has told. Its collective fails without the others. Where
+    it does not, this thread tells in its place.
+    """
+    for process in observer._child_processes:
+        process.kill()
+    time.sleep(PATIENCE)
+    print(f"isopos: {line()}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def _check_room(folder: Path, model: nn.Module) -> None:
@@ -379,7 +407,11 @@ def _strategy(t: Training) -> Any:
     world = t.devices * t.nodes
     if world > 1 and t.strategy == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
-    return DDPStrategy() if world > 1 else "auto"
+    if world == 1:
+        return "auto"
+    # Otherwise DDP puts gradients in other buckets after the first step of a process, and sums of three or more numbers
+    # are rounded otherwise than in a run that was not interrupted.
+    return DDPStrategy(find_unused_parameters=world > 2)
 
 
 def _environment() -> list[Any]:
