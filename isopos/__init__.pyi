@@ -35,9 +35,11 @@ from isopos.models import Decoder as Decoder
 from isopos.nn import Attention as Attention
 from isopos.ops.linear import Clamped as Clamped
 from isopos.positions import forest as forest
+from isopos.positions import frames as frames
 from isopos.positions import graph as graph
 from isopos.positions import grid as grid
 from isopos.positions import packed as packed
+from isopos.positions import patches as patches
 from isopos.positions import product as product
 from isopos.positions import ring as ring
 from isopos.positions import sequence as sequence
@@ -48,12 +50,14 @@ from isopos.schemes.additive import learned as learned
 from isopos.schemes.additive import none as none
 from isopos.schemes.additive import shiv_quirk as shiv_quirk
 from isopos.schemes.additive import sinusoidal as sinusoidal
+from isopos.schemes.agents import drope as drope
 from isopos.schemes.algebraic import ape_absolute as ape_absolute
 from isopos.schemes.algebraic import ape_grid as ape_grid
 from isopos.schemes.algebraic import ape_product as ape_product
 from isopos.schemes.algebraic import ape_ring as ape_ring
 from isopos.schemes.algebraic import ape_sequence as ape_sequence
 from isopos.schemes.algebraic import ape_tree as ape_tree
+from isopos.schemes.axes import harope as harope
 from isopos.schemes.axes import mrope as mrope
 from isopos.schemes.axes import rope_axial as rope_axial
 from isopos.schemes.axes import rope_golden as rope_golden
@@ -65,6 +69,7 @@ from isopos.schemes.commuting import comrope as comrope
 from isopos.schemes.commuting import grape as grape
 from isopos.schemes.commuting import liere as liere
 from isopos.schemes.commuting import string as string
+from isopos.schemes.content import carope as carope
 from isopos.schemes.content import fox as fox
 from isopos.schemes.content import selective as selective
 from isopos.schemes.horn import horn_clipped as horn_clipped
