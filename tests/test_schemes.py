@@ -336,7 +336,7 @@ def test_low_precision_inputs(case, kind):
 
 @presets
 def test_other_sizes(case):
-    least = {"clock": 6, "prope": 8}.get(case.name, 4)  # a pair each of three parts, or of four
+    least = {"clock": 6, "drope": 6, "prope": 8}.get(case.name, 4)  # a pair each of three parts, or of four
     for head_dim, heads in ((least, 1), (max(6, least), 3), (64, 2)):
         scheme = case.build(head_dim, heads)
         leaves = inputs(t=5, d=head_dim, e=head_dim, heads=heads, dtype=torch.float32)
