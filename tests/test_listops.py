@@ -310,7 +310,7 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
     assert recipe.task.model(recipe).scheme.group == Tree(branches)
     assert recipe.edit(scheme="learned").task.model(recipe.edit(scheme="learned")).scheme.max_length == longest
     for scheme in ("ape-grid", "ape-ring", "permuteformer-2d"):
-        with pytest.raises(ValueError, match=f"expected positions on a line or in a tree, .* {scheme} takes those of"):
+        with pytest.raises(ValueError, match=f"expected positions on a line or in a tree, .* {scheme} takes positions of"):
             recipe.edit(scheme=scheme).task.check(recipe.edit(scheme=scheme))
     with pytest.raises(
         ValueError, match=f"longest: expected at most 9, for which learned:length=9 has positions, got {longest};"

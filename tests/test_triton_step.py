@@ -208,7 +208,7 @@ def test_what_the_kernel_does_not_know_it_refuses():
     cases = {
         "after others": replace(sums, stream=replace(sums.stream, sums=())),
         "one token": replace(sums, q=sums.q.expand(2, 2, 2, 8)),
-        "divides at once": replace(sums, denominator="column"),
+        "always divides": replace(sums, denominator="column"),
         "one log decay": replace(sums, g=(torch.zeros(2, 2, 1, dtype=torch.float64, device=DEVICE),) * 2),
         "one state per query": replace(sums, q=sums.q.expand(3, 2, 2, 1, 8)),
         "closed form": replace(sums, features=(sums.features[0]._replace(kinds=None), *sums.features[1:])),
