@@ -14,9 +14,11 @@ from isopos.positions import Group
 __all__ = ["Projective", "cameras"]
 
 MAX_CONDITION = 1e4  # with larger condition numbers, float32 tables lose more than 6e-4
-SIGNS = [  # of permutations of four, 0 for repetitions: the Levi-Civita symbol
-    (-1) ** sum(a > b for a, b in itertools.combinations(order, 2)) if len({*order}) == 4 else 0
-    for order in itertools.product(range(4), repeat=4)
+PAIRS = tuple(itertools.combinations(range(4), 2))
+MINORS = [  # for each row: columns a, the number of the complementary pair, and the sign of (row, a, pair)
+    (a, PAIRS.index(rest), (-1) ** sum(m > n for m, n in itertools.combinations((row, a, *rest), 2)))
+    for row, a in itertools.permutations(range(4), 2)
+    if (rest := tuple(n for n in range(4) if n not in (row, a)))
 ]
 
 
@@ -223,15 +225,14 @@ def inverse_by_minors(matrix: Tensor) -> Tensor:
         >>> torch.allclose(inverse_by_minors(matrix), torch.linalg.inv(matrix))
         True
     """
-    signs = torch.tensor(SIGNS, dtype=matrix.dtype, device=matrix.device).view(16, 16)
+    first, second = torch.tensor(PAIRS, device=matrix.device).mT
+    column, pair, sign = torch.tensor(MINORS, device=matrix.device).view(4, 3, 3).unbind(-1)
 
-    def dual(a: Tensor, b: Tensor) -> Tensor:
-        """Complementary 2 x 2 minors ``[... 4 4]`` of two rows ``[... 4]``."""
-        outer = a[..., :, None] * b[..., None, :]
-        return (outer.flatten(-2) @ signs).unflatten(-1, (4, 4))
+    def applied(x: Tensor, y: Tensor, row: Tensor) -> Tensor:
+        """The complementary 2 x 2 minors of rows x and y, times a third row: ``[... 4]``."""
+        minors = x[..., first] * y[..., second] - x[..., second] * y[..., first]
+        return (minors[..., pair] * sign * row[..., column]).sum(-1)
 
     a, b, c, d = matrix.unbind(-2)
-    lower, upper = dual(c, d), dual(a, b)
-    rows = (lower, b), (-lower, a), (upper, d), (-upper, c)
-    adjugate = torch.stack([(minors @ row[..., None]).squeeze(-1) for minors, row in rows], -1)
+    adjugate = torch.stack((applied(c, d, b), -applied(c, d, a), applied(a, b, d), -applied(a, b, c)), -1)
     return adjugate / (a * adjugate[..., 0]).sum(-1)[..., None, None]

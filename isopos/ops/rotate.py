@@ -83,8 +83,8 @@ def exported(x: Tensor, table: Tensor) -> Tensor | None:
 
     None where it is not this operation: float64, a table per head, and other numbers of axes than ``[b h t d]``.
     """
-    if not (torch.compiler.is_exporting() and _AS_ONNX.get()):
-        return None
+    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling() or not _AS_ONNX.get():
+        return None  # dynamo, of strict exports, does not know context variables
     shared = table.ndim < 4 or table.shape[-4] == 1  # by all heads
     if x.ndim != 4 or table.ndim > 5 or not shared or {x.dtype, table.dtype} != {torch.float32}:
         return None
