@@ -137,6 +137,8 @@ def test_every_way_to_compute_attention_is_seen_alike():
             allowed = torch.ones(53, 53, dtype=torch.bool).tril()
             if kind == "sdpa":
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            if kind == "scale":
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
             if kind == "mask":
                 return F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], allowed, enable_gqa=True)
             if kind == "baddbmm":
@@ -157,7 +159,7 @@ def test_every_way_to_compute_attention_is_seen_alike():
         def forward(self, q, k, v):
             return scores(self.kind)(q, k, v)
 
-    for kind in ("sdpa", "mask", "baddbmm", "einsum", "matmul"):
+    for kind in ("sdpa", "scale", "mask", "baddbmm", "einsum", "matmul"):
         keys = x.flip(-1)
         if kind == "mask":
             keys = keys[:, :1].expand(-1, 2, -1, -1)
@@ -165,7 +167,8 @@ def test_every_way_to_compute_attention_is_seen_alike():
         with watched(module, 53) as seen:
             out = module(x, keys, x)
         (one,) = seen
-        want = (x @ keys.mT * 8**-0.5).masked_fill(torch.ones(53, 53, dtype=torch.bool).triu(1), -math.inf)[0].double()
+        product = x @ keys.mT * (0.25 if kind == "scale" else 8**-0.5)
+        want = product.masked_fill(torch.ones(53, 53, dtype=torch.bool).triu(1), -math.inf)[0].double()
         torch.testing.assert_close(one.q, x[0].double())
         torch.testing.assert_close(one.k, keys[0].double())
         torch.testing.assert_close(one.logits, want, atol=1e-6, rtol=1e-5)

@@ -272,6 +272,18 @@ def test_a_step_counts_clamped_denominators():
     assert (clamped.count, clamped.total) == (4, 4)
 
 
+def test_clamped_denominators_pass_no_gradient(each_library):
+    q = torch.zeros(1, 1, 3, 16)
+    q[..., 0] = 1.0
+    k, v = q.clone(), torch.randn(1, 1, 3, 16)
+    k[..., 0] = torch.tensor([1.0, -1.0, 1.0])  # the second row's denominator vanishes
+    given, grad = {"causal": True, "feature_map": FEATURE_MAPS["identity"]}, torch.ones(1, 1, 3, 16)
+    assert explain(q, k, v, **given).backend == "cpu"
+    found, exact = (with_gradients((q, k, v), dtype, given, grad) for dtype in (torch.float32, torch.float64))
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-6)
+
+
 @NEEDED
 @each("layout", ["heads last", "columns", "expanded", "cut"])
 def test_inputs_may_be_views(layout):
