@@ -90,7 +90,7 @@ def test_a_script_of_the_page_is_small(data):
         len(explorer.script(data)),
         *(len((DOCS / "assets" / name).read_text()) for name in (*SCRIPTS[1:], "explorer.css")),
     ]
-    assert sum(sizes) < 200_000
+    assert sum(sizes) < 250_000  # 194,000 with 34 schemes drawn
     assert all(len((DOCS / "assets" / name).read_text().splitlines()) < 400 for name in SCRIPTS[1:])
 
 
