@@ -36,6 +36,7 @@ AUTHORS = {
         "microsoft/icecaps",
         "each copy has the norm sqrt(d/2), here all together; features of copies are interleaved; 256 steps up by default",
     ),
+    "drope": Code("no code"),
     "ape-sequence": Code(
         APE,
         "an optimiser finds the initial generator, which has every second angle of rope twice and the opposite sign; powers "
@@ -57,7 +58,7 @@ AUTHORS = {
     "rope-axial": Code(
         "naver-ai/rope-vit",
         "columns come before rows in positions; the class token is not rotated, as one at the origin. DINOv3, in "
-        "transformers: pairs (i, i + d/2) (`layout=half`), positions by `isopos.patches`, draws of the box in float32",
+        "transformers: pairs (i, i + d/2) (`layout=half`), positions of isopos.patches, draws of the box in float32",
     ),
     "rope-mixed": Code(
         "naver-ai/rope-vit",
@@ -73,16 +74,14 @@ AUTHORS = {
         "huggingface/transformers",
         "pairs (i, i + d/2) (`layout=half`); Qwen2-VL's default is base 10^6 (`base=1000000`), Qwen3-VL's is 5 10^5 "
         "(`base=500000`), and its axes alternate (`interleaved=true`); VideoRoPE and HoPE (`time=slow`, `time=none`): "
-        "positions by `isopos.frames`, times two steps apart, or drawn for each video; VRoPE: four sections, "
-        "`layout=corners` of `isopos.frames`",
+        "positions of isopos.frames, times two steps apart, or drawn for each video; VRoPE: four sections, "
+        "and its layout corners",
     ),
     "harope": Code(
         "Studentxll/HARoPE",
         "keys have the inverse transposed matrix (`released=true`); skew matrices are (A - A^T) / 2, and factors "
         "softplus(r); each layer has separate matrices; softmax attention only",
     ),
-    "drope": Code("no code"),
-    "carope": Code("no code"),
     "wire": Code("no code"),
     "prope": Code(
         "liruilong940607/prope",
@@ -120,6 +119,7 @@ AUTHORS = {
         "over four tokens, separate per layer; base 500,000 (`base=500000`); pairs (i, i + d/2) (`layout=half`); initially "
         "angles depend on content alone",
     ),
+    "carope": Code("no code"),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,
