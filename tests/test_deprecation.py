@@ -9,7 +9,6 @@ import torch
 
 import isopos
 from isopos.feature_maps import FeatureMap
-from isopos.lab.tasks.task import View
 
 
 @pytest.mark.parametrize(
@@ -59,14 +58,6 @@ def test_the_derivative_of_a_feature_map_was_its_slope():
     assert torch.equal(cube.derivative(x, cube(x)), 3 * x**2)
     with pytest.warns(DeprecationWarning, match="^FeatureMap.slope is derivative now; the old name goes"):
         assert cube.slope is cube.derivative
-
-
-def test_options_of_a_view_were_its_own():
-    with pytest.warns(DeprecationWarning, match="^argument own is options now; the old name goes"):
-        view = View(own=(("shift", 2),))
-    assert view == View(options=(("shift", 2),))
-    with pytest.warns(DeprecationWarning, match="^View.own is options now; the old name goes"):
-        assert view.own == view.options
 
 
 @torch.no_grad()

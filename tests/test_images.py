@@ -513,7 +513,7 @@ def test_scores_are_of_images_that_are_moved_as_asked(tmp_path):
         moved = torch.from_numpy(_moved(pixels.numpy(), moves, np.zeros(4, bool), 0))
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model.eval()(moved), answers)
-        scored = data.measure(model, recipe, View(options=(("shift", shift),))).figures
+        scored = data.measure(model, recipe, View(own=(("shift", shift),))).figures
         close(torch.tensor(scored["nats"], dtype=torch.float64), expected)
         assert scored["images"] == 4
         for n in range(4):
@@ -536,9 +536,9 @@ def test_a_trained_size_is_scored_in_others(tmp_path, scheme):
     recipe, data = ready(tmp_path, scheme)
     model = recipe.task.model(recipe)
     own = (("height", 16), ("width", 12))
-    assert data.measure(model, recipe, View(options=own)).figures["images"] == 4
+    assert data.measure(model, recipe, View(own=own)).figures["images"] == 4
     assert data.pictures.pixels.shape[2:] == (8, 8)
-    reason = data.measure(model, recipe, View(options=(("height", 9),))).reason
+    reason = data.measure(model, recipe, View(own=(("height", 9),))).reason
     assert reason == "height: expected a multiple of the 2 pixels of a patch, got 9"
 
 
@@ -546,7 +546,7 @@ def test_schemes_with_so_many_positions_say_why_larger_images_have_no_figures(tm
     recipe, data = ready(tmp_path, "learned")
     model = recipe.task.model(recipe)
     assert model.scheme.max_length == 16
-    view = View(options=(("height", 16),))
+    view = View(own=(("height", 16),))
     assert data.measure(model, recipe, view).reason.startswith("height: expected at most 16 tokens, for which there are pos")
 
 
@@ -632,9 +632,9 @@ SMALL = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2",
 def test_how_much_larger_images_are_than_in_training():
     task = Images(height=8, width=16, patch=2, margin=2)
     assert task.extent(View(), 2) == (1.0, 10)
-    assert task.extent(View(options=(("height", 20), ("width", 4))), 2) == (2.0, 10)
-    assert task.extent(View(options=(("height", 20),)), 1) == (2.0, 60)
-    assert task.extent(View(options=(("height", 2),)), 1) == (1.0, 60)
+    assert task.extent(View(own=(("height", 20), ("width", 4))), 2) == (2.0, 10)
+    assert task.extent(View(own=(("height", 20),)), 1) == (2.0, 60)
+    assert task.extent(View(own=(("height", 2),)), 1) == (1.0, 60)
 
 
 def test_a_comparison_shows_images_and_a_run_is_scored_in_another_size(isopos, tmp_path):

@@ -123,7 +123,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     entry |= {"extend": options.extend} if options.extend else {}
     entry |= {"data": data.sha256} if other else {}
     write_json(path, [*earlier, entry | {"figures": figures}])  # before printing, which may fail
-    choices = "".join(f", {name} {value}" for name, value in views[0].options)
+    choices = "".join(f", {name} {value}" for name, value in views[0].own)
     choices += f", extended by {options.extend}" if options.extend else ""
     choices += ", not the data of training" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")

@@ -137,7 +137,7 @@ class PaperTable:
         figure = task.figure(column.figure or self.figure or task.metrics[0].figure)
         if self.timed:
             figure = TIMED[self.kind]
-        view = View(column.split, column.multiple, column.scored, options=tuple(column.view.items()))
+        view = View(column.split, column.multiple, column.scored, own=tuple(column.view.items()))
         changes = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **changes)
 

@@ -127,7 +127,7 @@ class Images(PositionedTask):
 
     def extent(self, view: View, axes: int) -> tuple[float, int]:
         """The length of the axis that grows most; for positions on a line, the number of tokens."""
-        trained, seen = self.sides(self.height, self.width), dict(view.options)
+        trained, seen = self.sides(self.height, self.width), dict(view.own)
         now = self.sides(seen.get("height", self.height), seen.get("width", self.width))
         if axes == 1:
             trained, now = (math.prod(trained),), (math.prod(now),)
@@ -135,7 +135,7 @@ class Images(PositionedTask):
 
     def check_view(self, view: View) -> None:
         super().check_view(view)
-        for name, value in view.options:
+        for name, value in view.own:
             require(name, value, "pixels", value >= (name != "shift"))
 
     def model(self, recipe: Recipe) -> Any:
@@ -248,7 +248,7 @@ class ImageSamples(Labelled):
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """The scores of `Labelled`; for a view in another size, images are read again from their source."""
         seen, size = copy.copy(self), self.pictures.pixels.shape[2:]
-        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.options)
+        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.own)
         seen.shift, height, width, margin = options["shift"], options["height"], options["width"], 2 * self.task.margin
         if (height, width) != size:
             try:

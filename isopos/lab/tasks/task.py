@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from isopos import catalog
-from isopos.deprecation import former_property, renamed, renamed_argument
+from isopos.deprecation import renamed
 from isopos.lab.runs.files import mismatch
 
 if TYPE_CHECKING:
@@ -128,12 +128,7 @@ class View:
     multiple: int = 1  # length as a multiple of the training length, if samples may have any length
     scored: float = 0.0  # units at the end of each sample that are scored; below 1: their share; 0: all
     limit: int = -1  # largest number of samples or units; 0: all; -1: as in training
-    options: tuple[tuple[str, int], ...] = ()  # options of the task, such as ("shift", 2) of images
-
-    own = former_property("own", "options")
-
-
-View.__init__ = renamed_argument("own", "options")(View.__init__)
+    own: tuple[tuple[str, int], ...] = ()  # options of the task, such as ("shift", 2) of images
 
 
 @dataclass(frozen=True)
@@ -284,7 +279,7 @@ class Task(ABC):
     def check_view(self, view: View) -> None:
         """Raise a ValueError for the first field of a view that this task does not support."""
         takes, known = ", ".join(self.views).replace("multiple", "length") or "no choice", vars(View())
-        for name, value in [*vars(replace(view, options=())).items(), *view.options]:
+        for name, value in [*vars(replace(view, own=())).items(), *view.own]:
             if value != known.get(name) and name not in self.views:
                 name = name.replace("multiple", "length")
                 raise ValueError(f"{name}: expected none, which samples of this task do not have; it takes {takes}")
