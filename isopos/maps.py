@@ -506,6 +506,8 @@ class Tiles(TokenMap):
     def _tiled(self, x: Tensor, matrix: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, matrix.dtype)
         rows = x.to(dtype).unflatten(-1, (-1, matrix.shape[-1]))
+        if torch.compiler.is_exporting():  # ONNX's Einsum does not broadcast
+            return (rows @ matrix.to(dtype).mT).flatten(-2)
         return torch.einsum("...ij,...rj->...ri", matrix.to(dtype), rows).flatten(-2)
 
 

@@ -269,6 +269,8 @@ def transform(x: Tensor, matrix: Tensor) -> Tensor:
 def transform_tokens(x: Tensor, matrix: Tensor) -> Tensor:
     """Apply one matrix per token ``[*b h t d' d]`` to x ``[*b h t d]``; returns their promoted dtype."""
     dtype = torch.promote_types(x.dtype, matrix.dtype)
+    if torch.compiler.is_exporting():  # ONNX's Einsum does not broadcast
+        return (matrix.to(dtype) @ x.to(dtype)[..., None]).squeeze(-1)
     return torch.einsum("...ij,...j->...i", matrix.to(dtype), x.to(dtype))
 
 
