@@ -40,7 +40,7 @@ def applied(np, tree, found, x):
             return np.take_along_axis(x, index, -1)
         case "Reflection":
             return x - 2 * (x * part["normal"]).sum(-1, keepdims=True) * part["normal"]
-        case "Matrix":
+        case "Matrix" | "LinearMap":
             return x @ np.swapaxes(part["matrix"], -1, -2)
         case "Plane":
             c, s, u, v = part["table"][..., 0], part["table"][..., 1], part["u"], part["v"]

@@ -32,6 +32,7 @@ FORMULAS = {
     "Gather": "x[..., index]",
     "Reflection": "x - 2 <x, normal> normal",
     "Matrix": "matrix @ x",
+    "LinearMap": "matrix @ x",
     "Plane": "with (c, s) = table[..., 0, :], a = <x, u>, b = <x, v>: x + ((c - 1) a + s b) u + ((c - 1) b - s a) v",
     "OnPairs": "on, applied to the features 0, 2, 4, ... and to 1, 3, 5, ... separately",
     "BlockSum": "parts side by side, on slices of x with these widths",
