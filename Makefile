@@ -21,7 +21,7 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
 	@$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
-	@$(BIN)/pytest -n 2 --dist worksteal -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_transformers*.py tests/test_audit*.py
+	@$(BIN)/pytest -n 2 --dist worksteal -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_conversion.py tests/test_frames.py tests/test_transformers*.py tests/test_audit*.py
 	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
 
 test-gpu: .venv/.installed-dev  ## on a GPU: every scheme against float64, and Triton's kernels; TORCH_INDEX of a CUDA build, once

@@ -50,7 +50,6 @@ from isopos.schemes.additive import learned as learned
 from isopos.schemes.additive import none as none
 from isopos.schemes.additive import shiv_quirk as shiv_quirk
 from isopos.schemes.additive import sinusoidal as sinusoidal
-from isopos.schemes.agents import drope as drope
 from isopos.schemes.algebraic import ape_absolute as ape_absolute
 from isopos.schemes.algebraic import ape_grid as ape_grid
 from isopos.schemes.algebraic import ape_product as ape_product
@@ -72,6 +71,7 @@ from isopos.schemes.commuting import string as string
 from isopos.schemes.content import carope as carope
 from isopos.schemes.content import fox as fox
 from isopos.schemes.content import selective as selective
+from isopos.schemes.directional import drope as drope
 from isopos.schemes.horn import horn_clipped as horn_clipped
 from isopos.schemes.horn import horn_constrained as horn_constrained
 from isopos.schemes.logits import alibi as alibi

@@ -10,7 +10,7 @@ from cases import HEAD_DIM, HEADS, close, each, generator, inputs, perturb
 import isopos
 from isopos import couplings, laws
 from isopos.attention import linear_attention
-from isopos.couplings import Absolute, Constrained, ConvSPE, Lie, Polar, SineSPE, TransformerXL
+from isopos.couplings import Absolute, Adapted, Constrained, ConvSPE, Lie, Polar, SineSPE, TransformerXL
 from isopos.encodings import Exponential, Rotary, rope_frequencies
 from isopos.feature_maps import Favor
 from isopos.maps import Mapped
@@ -383,9 +383,22 @@ def test_noise_of_a_position_is_one_wherever_it_is_seen():
 # Modules
 
 
+@each("dual", [False, True])
+def test_an_adapted_encoding_acts_on_mapped_queries_and_keys(dual):
+    (q, k, _), rope = inputs(2, t=T, s=S), Rotary(rope_frequencies(HEAD_DIM // 2)[None, None])
+    coupling = perturb(Adapted(rope, HEADS, dual=dual))
+    (b, c), r = coupling.parameter.detach().unbind(1), coupling.stretch.parameter.detach()
+    of_queries = torch.matrix_exp(b - b.mT) @ torch.diag_embed(r.exp()) @ torch.matrix_exp(c - c.mT).mT
+    of_keys = torch.linalg.inv(of_queries).mT if dual else of_queries
+    rows = [(q, of_queries, X), (k, of_keys, Y)]
+    left, right = (rope(x, torch.float64)(torch.einsum("hij,bhtj->bhti", a, y)) for y, a, x in rows)
+    close(scores(coupling, q, k), left @ right.mT)
+
+
 def test_every_class_is_tested():
     assert set(couplings.__all__) == {
         "Absolute",
+        "Adapted",
         "Constrained",
         "ConvSPE",
         "Lie",

@@ -183,7 +183,10 @@ def test_a_run_is_scored_with_extended_frequencies(isopos, tmp_path):
     model.scheme.extend("longrope", factor=4, trained=32, rescale=[1, 1.5, 2, 4])
     assert figures(run)["figures"]["2"] == data.measure(model, recipe, View(multiple=2)).figures
     for wrong, message in (
-        ("yern", "extend: expected one of linear, dynamic, yarn, longrope, llama3, got 'yern'; did you mean yarn?"),
+        (
+            "yern",
+            "extend: expected one of linear, dynamic, yarn, longrope, llama3, dype, drop, got 'yern'; did you mean yarn?",
+        ),
         ("yarn:fest=3", "extend: yarn: unknown option 'fest': did you mean fast?"),
         ("yarn:fast=x", "extend: fast: expected a number, got 'x'"),
         ("yarn:fast=1+2", "extend: fast: expected a number, got '1+2'"),

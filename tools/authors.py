@@ -36,7 +36,6 @@ AUTHORS = {
         "microsoft/icecaps",
         "each copy has the norm sqrt(d/2), here all together; features of copies are interleaved; 256 steps up by default",
     ),
-    "drope": Code("no code"),
     "ape-sequence": Code(
         APE,
         "an optimiser finds the initial generator, which has every second angle of rope twice and the opposite sign; powers "
@@ -120,6 +119,7 @@ AUTHORS = {
         "angles depend on content alone",
     ),
     "carope": Code("no code"),
+    "drope": Code("no code"),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(
         HORN,

@@ -169,7 +169,7 @@ def harope(
     released: bool = False,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Rotation of feature pairs, each pair by one axis, behind a learned linear map per head.
+    """Rotation of pairs by one axis each, after a learned map per head.
 
     Queries and keys are multiplied by A, which mixes axes and frequencies, then rotate as in `rope_axial`, which this is at
     the start. Scores are relative; A stretches features, so it is no isometry, unlike the basis of `string`.

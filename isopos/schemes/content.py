@@ -56,7 +56,7 @@ def selective(
 def carope(
     head_dim: int, heads: int, *, base: float = 10000.0, layout: PairLayout = "interleaved", **choices: Unpack[Choices]
 ) -> Scheme:
-    """Rotation of feature pairs by powers of a content-dependent frequency per head; causal.
+    """Rotation by powers of a content-dependent frequency per head; causal.
 
     Each token turns later tokens relative to earlier ones by f, f^2, ..., where f is read from its key. At the start every
     token has rope's frequencies, so this is rope at consecutive positions. The positions that a caller passes are ignored.

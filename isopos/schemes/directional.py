@@ -26,7 +26,7 @@ def drope(
     base: float = 10000.0,
     **choices: Unpack[Choices],
 ) -> Scheme:
-    """Rotation of feature pairs by the coordinates of agents, and of the rest by their headings.
+    """Rotation of pairs by the coordinates of agents, and by their headings.
 
     Positions are rows (x, y, heading in degrees), which may be fractional: ``torch.rad2deg`` makes degrees. All pairs of the
     heading turn by the heading itself, so that a whole turn changes nothing, while rope's frequencies would tell 359 degrees
