@@ -42,7 +42,9 @@ const Numbers = (() => {
     if (name === "linear") return speed.map(() => 1 / factor);
     if (name === "longrope") return speed.map((_, i) => 1 / rescale(factor, speed.length)[i]);
     if (name === "llama3") return parts(value => clamp((turns(value) - 1) / 3, 0, 1));
+    if (name === "drop") return speed.map(() => 0);
     const { step, rank, count, fastest } = series(speed);
+    if (name === "dype") return rank.map(index => Math.pow(factor, -2 * index / Math.max(count - 1, 1))); // at its time 1
     if (name === "dynamic") return rank.map(index => Math.pow(factor, -index / Math.max(count - 1, 1)));
     const bound = number => Math.log(turns(fastest) / number) / step;
     const low = Math.max(Math.floor(bound(32)), 0), high = Math.min(Math.ceil(bound(1)), 2 * count - 1);

@@ -4,7 +4,8 @@ const Explorer = (() => {
   const { html, legend, short } = Draw;
   const START = { name: "rope", size: 64, variant: 0, base: null, kind: null, decay: null };
   const MOST = 4, SAMPLES = 400, NEAR = 8, MAP_REACH = 24, TREE_DEPTH = { 2: 4, 3: 3 };
-  const RULES = { linear: "position interpolation", dynamic: "NTK-aware", yarn: "YaRN", longrope: "LongRoPE", llama3: "Llama 3" };
+  const RULES = { linear: "position interpolation", dynamic: "NTK-aware", yarn: "YaRN", longrope: "LongRoPE", llama3: "Llama 3", dype: "DyPE at time 1",
+    drop: "DroPE" };
   const state = {
     schemes: [{ ...START }, { ...START, name: "permuteformer" }],
     head: "0", content: "mean", axis: "0", reach: "64", extended: "0", rule: "none", factor: "8", trained: "4096", node: 0,
@@ -195,7 +196,7 @@ const Explorer = (() => {
       return { name, colour, x, y: x.map(power => near(power).reduce((sum, distance) => sum + value(at(column, -distance)), 0) / NEAR) };
     };
     const curves = [line("not extended", 0, null), ...rules.map(rule => line(RULES[rule.name], rule.colour, rule))];
-    const turns = value => value ? (2 * Math.PI / value).toLocaleString("en", { maximumSignificantDigits: 4 }) : "-", slowest = values => Math.min(...values.filter(value => value > 0));
+    const turns = value => value ? (2 * Math.PI / value).toLocaleString("en", { maximumSignificantDigits: 4 }) : "-", slowest = values => values.some(value => value > 0) ? Math.min(...values.filter(value => value > 0)) : 0;
     const rows = rules.map((rule, n) => {
       const after = speed.map((value, i) => value * shares[n].y[i]), sharp = Numbers.attentionFactor(rule);
       return [RULES[rule.name], turns(Math.max(...after)), turns(slowest(after)), sharp.toFixed(4), (sharp * sharp).toFixed(4)];
