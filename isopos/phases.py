@@ -157,7 +157,7 @@ class ContentFrequency(ContentPhase):
 
     def steps(self, content: Tensor) -> Tensor:
         power = torch.arange(self.columns, dtype=content.dtype, device=content.device)
-        return torch.exp(-power * torch.log1p(F.softplus(content)))
+        return torch.exp(-power * torch.log1p(-F.logsigmoid(-content)))
 
 
 def cumulative(

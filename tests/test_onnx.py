@@ -112,7 +112,8 @@ def test_every_scheme_is_an_onnx_file_of_any_length(kind, cases, tmp_path):
     onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
     file, (module, examples, outputs) = tmp_path / "schemes.onnx", attending(cases, kind)
     onnx.export(module, file, *examples, outputs)
-    third = {name: x[:1, :1] if name == "x" else x[:1] for name, x in examples[0].items()}
+    positions = {f"positions.{n}": case.positions(t=1) for n, case in enumerate(cases)}
+    third = {"x": examples[0]["x"][:1, :1]} | positions
     session = runtime.InferenceSession(str(file))
     used = {argument.name for argument in session.get_inputs()}
     results = session.run(None, {name: x.numpy() for name, x in third.items() if name in used})
