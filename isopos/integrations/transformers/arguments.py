@@ -96,7 +96,7 @@ def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     known = shards(kwargs.get(GROUP), features.shape[1], features.device)
     x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
     x = x if known is None or given is not None else known.index[None, :, None]
-    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, None, known)}
+    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, group=known)}
 
 
 def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
