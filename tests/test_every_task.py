@@ -1,14 +1,10 @@
 """Every task in every command: a comparison and an evaluation; and two processes or a resumed run give the losses of one."""
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from trainers import run_all
 
 from isopos.lab import tasks
 from isopos.lab.runs.folders import read_rows
@@ -45,17 +41,8 @@ def _losses(folder, name):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """The folder of a run of each task in two processes."""
-    folder, forks = tmp_path_factory.mktemp("pairs"), str(Path(__file__).with_name("forks.py"))
-    runs = [_arguments(task, task, "--devices=2", "--strategy=fsdp2", "--accumulate=2") for task in SMALL]
-    done = subprocess.run(
-        [sys.executable, forks, json.dumps(runs)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    folder = tmp_path_factory.mktemp("pairs")
+    run_all(folder, 2, [_arguments(task, task, "--devices=2", "--strategy=fsdp2", "--accumulate=2") for task in SMALL])
     return folder
 
 

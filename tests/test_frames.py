@@ -1,4 +1,4 @@
-"""Positions of patches and of frames, beside the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
+"""Positions of patches and of frames, compared with the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`isopos train` in processes of its own: two and four of them beside one, and kill -9 with --resume."""
+"""`isopos train` in processes of its own: two and four of them compared with one, and kill -9 with --resume."""
 
 import json
 import os

@@ -33,7 +33,7 @@ HEADS = 4
 SIZES = (16, 32, 64, 128)  # head sizes
 LISTED_SIZES = (16, 64)  # head sizes of schemes whose numbers no rule gives
 AXES = 3  # coordinates of a grid that are written, at most
-NUMERIC: dict[str, tuple[dict[str, Any], ...]] = {  # numeric options to choose from, beside those with named values
+NUMERIC: dict[str, tuple[dict[str, Any], ...]] = {  # numeric options to choose from, in addition to those with named values
     "rope": ({"rotary_dim": 8},),
     "p-rope": ({"p": 0.25}, {"p": 0.5}, {"p": 1.0}),
     "xpos": ({"length": 128.0}, {"length": 2048.0}),

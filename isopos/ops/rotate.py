@@ -57,10 +57,9 @@ def rotate_naive(x: Tensor, table: Tensor) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`rotate_naive` as one complex product: pairs and table are viewed as complex, and only the result is allocated."""
-    if (out := exported(x, table)) is not None:
-        return out
     if torch.compiler.is_compiling() or x.dtype != table.dtype:
-        return rotate_naive(x, table)  # a compiler fuses the real formula and cannot generate code for complex numbers
+        out = exported(x, table)  # else a compiler fuses the real formula and cannot generate code for complex numbers
+        return rotate_naive(x, table) if out is None else out
     if (out := _compiled(x, table, lifted=False, adjoint=False)) is not None:
         return out
     if not x.numel():

@@ -82,9 +82,7 @@ def attend_over(
     Raises:
         ValueError: For an argument that it does not have.
     """
-    for name in NOT_SERVED:
-        if others.get(name) is not None:
-            raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+    _check_others(others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
         raise ValueError(f"sliding_window: expected none in attention to later tokens, got {sliding_window}")
@@ -93,10 +91,7 @@ def attend_over(
         return evaluated(query, key, value, mask, scaling, dropout).transpose(1, 2).contiguous(), None
     options: dict[str, Any] = {"group": sequence_group, "scale": scaling}
     if evaluated is not None:
-        key, at = evaluated(query, key, attention_mask)
-        scheme = evaluated.scheme
-        own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
-        options = at | own
+        key, options = _evaluated(evaluated, query, key, attention_mask, scaling)
     out = softmax_attention(query, key, value, **options, causal=causal, window=sliding_window, mask=mask, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
 
@@ -135,16 +130,27 @@ def attend(
             "attention_mask: expected [b 1 t s], even where all keys are seen, got none: whoever calls this model's "
             f"attention must make its mask with config._attn_implementation={ATTENTION!r}, or padding would be seen"
         )
-    for name in NOT_SERVED:
-        if others.get(name) is not None:
-            raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+    _check_others(others)
     if isinstance(evaluated, LinearLayer):
         keys = mask_of_keys(attention_mask, query.shape[-2])
         out = evaluated(query, key, value, keys, scaling, dropout)
         return out.transpose(1, 2).contiguous(), None
-    key, at = evaluated(query, key, attention_mask)
-    scheme = evaluated.scheme
-    own = {} if scheme.scale is not None or scaling is None else {"scale": scaling * scheme.sharpness}
-    options: dict[str, Any] = at | own | {"attn_mask": attention_mask, "dropout": dropout}
-    out = softmax_attention(query, key, value, **options)
+    key, options = _evaluated(evaluated, query, key, attention_mask, scaling)
+    out = softmax_attention(query, key, value, **options, attn_mask=attention_mask, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """ValueError for an argument of a model's attention that ours does not have."""
+    for name in NOT_SERVED:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
+
+
+def _evaluated(
+    evaluated: Evaluated, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Keys without the digits of their positions, and the scheme's arguments; its scale is the model's, if it has none."""
+    k, at = evaluated(q, k, mask)
+    scheme = evaluated.scheme
+    return k, at if scheme.scale is not None or scaling is None else at | {"scale": scaling * scheme.sharpness}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.integrations.transformers import reading
+from isopos.integrations.transformers.arguments import WINDOW
 from isopos.integrations.transformers.native import rotary_scheme
 from isopos.integrations.transformers.patching import patch
 from isopos.scheme import Scheme
@@ -96,7 +97,7 @@ def transferred(student: Any) -> list[nn.Parameter]:
     layers = reading.attention_layers(part)
     found = [weight for layer in layers for weight in layer.parameters()]
     own = [module for module in part.modules() if isinstance(module, Scheme)]
-    window = getattr(part, "isopos_window", None)
+    window = getattr(part, WINDOW, None)
     found += [weight for module in (*own, *([] if window is None else [window])) for weight in module.parameters()]
     added = {weight for scheme in own if scheme.embedding is not None for weight in scheme.embedding.parameters()}
     return [weight for weight in dict.fromkeys(found) if weight not in added]

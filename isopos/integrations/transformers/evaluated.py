@@ -71,7 +71,7 @@ class Evaluated:
         x: Positions of queries ``[b t c]``, or of the queries of every sample ``[1 t c]``.
         like: A tensor of the dtype and on the device that queries are expected to have.
         digits: What a cache keeps behind keys ``[b t n]``; None where there is no cache.
-        window: The `Window` of softmax attention beside a scheme of linear attention, or None.
+        window: The `Window` of softmax attention combined with a scheme of linear attention, or None.
         group: The processes that hold the sequence; see `isopos.Scheme.at`.
     """
 

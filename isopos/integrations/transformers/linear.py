@@ -22,7 +22,7 @@ MASK = (
 
 
 class Window(nn.Module):
-    """Softmax attention to the nearest keys beside linear attention to all keys, in every layer.
+    """Softmax attention to the nearest keys combined with linear attention to all keys, in every layer.
 
     out = w softmax(scale <rho(x_i) q_i, rho(x_j) k_j>) v + (1 - w) linear, with i - size < j <= i and a learned share
     w = sigmoid(logit) per layer and head of queries, 1/2 at first. The softmax has the isometry of the scheme and no decay.

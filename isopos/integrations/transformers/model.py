@@ -225,7 +225,7 @@ class _CausalLM(PreTrainedModel):
 
 
 class _Coded:
-    """A configuration that is saved with `CODE` beside it."""
+    """A configuration that is saved with `CODE` next to it."""
 
     auto_map: dict[str, str]
 

@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _StateLayer(CacheLayerMixin):
-    """The cache of one layer: how many tokens it has seen, their `isopos.State`, and the state of a window beside it.
+    """The cache of one layer: how many tokens it has seen, their `isopos.State`, and the state of a window.
 
     Sums of linear attention cannot forget single tokens, so nothing can be cropped.
     """

@@ -93,7 +93,7 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any], window: int | N
         model: A model of transformers.
         scheme: A scheme, or a mapping from types of layers.
         configs: Copies of its configurations, by the identity of the original. The model will have the copies.
-        window: Keys that softmax attention sees beside linear attention, or None.
+        window: Keys that softmax attention sees in addition to linear attention, or None.
 
     Raises:
         ValueError: With the reason, for a model or a scheme that cannot be served. Nothing is changed.
@@ -170,9 +170,9 @@ def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, ro
         Hook(layer, partial(of_layer, name=name, cache=reading.cache_name(layer)))
         for layer, name in zip(layers, names, strict=True)
     ]
-    beside = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), heads_of(config)[0]))]
+    near = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), heads_of(config)[0]))]
     own_code = Change(config, "_attn_implementation", ATTENTION)
-    return [Change(owner, OWN, (some,)), *beside, Hook(owner, own), *hooks, own_code]
+    return [Change(owner, OWN, (some,)), *near, Hook(owner, own), *hooks, own_code]
 
 
 def _without_positions(scheme: Scheme) -> Scheme:
@@ -249,7 +249,7 @@ def _is_decayed(scheme: Scheme, heads: int) -> bool:
 
 
 def _check_window(window: int, scheme: Any) -> None:
-    """ValueError for a window that a scheme cannot have beside it."""
+    """ValueError for a window that a scheme cannot be combined with."""
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"window: expected a number of keys from 1 on, got {window!r}")
     if not isinstance(scheme, Scheme) or scheme.attention != "linear" or scheme.inside:

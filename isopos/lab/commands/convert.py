@@ -28,7 +28,7 @@ class Options:
     scheme: str = "keep:decay=retnet"
     """Name and options of a scheme of linear attention: decay, feature_map, denominator and its own. "keep" has the model's
     positions: rope with its base, or its table of vectors."""
-    window: int = 0  # Nearest keys that softmax attention sees beside linear attention, in a learned share; 0: none.
+    window: int = 0  # Nearest keys that softmax attention sees in addition to linear attention, in a learned share; 0: none.
     data: str = ""  # Text: a file, an archive, a folder, or hf:NAME:CONFIG; empty: the Python language reference.
     tokenizer: Literal["model", "bytes"] = "model"  # The tokenizer in the folder, or bytes as tokens 0 to 255.
     length: int = 256  # Tokens of a window of text.

@@ -81,10 +81,9 @@ def _over(options: Options, model: Any) -> Any:
         return nullcontext()
     import torch.distributed as dist
 
-    from isopos.parallel import Ring
+    from isopos.lab.training.group import group_by_keys
 
-    group, keys = dist.group.WORLD, options.sequence_keys
-    return model.over(group if keys == "gather" else Ring(group, zigzag=keys == "zigzag"))
+    return model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
 
 
 def _score(options: Options, console: Console, folder: Path, recipe: Recipe, model: Any) -> int:

@@ -32,7 +32,7 @@ class Conversion(Task):
 
     source: str = ""  # Folder of the model that is converted.
     stage: Literal["transfer", "tuning"] = "transfer"
-    window: int = 0  # Nearest keys that softmax attention sees beside linear attention; 0: none.
+    window: int = 0  # Nearest keys that softmax attention sees in addition to linear attention; 0: none.
     data: str = ""  # Text, as in the task language.
     tokenizer: Literal["model", "bytes"] = "model"  # The tokenizer in the folder, or bytes as tokens 0 to 255.
     length: int = 256  # Tokens of a window of text.

@@ -11,8 +11,19 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from isopos.lab.tasks.task import require
+from isopos.parallel import Ring
 
-__all__ = ["run_in_group"]
+__all__ = ["group_by_keys", "is_of_another_process", "run_in_group"]
+
+
+def group_by_keys(group: Any, keys: str) -> Any:
+    """The group, by which softmax attention sees keys as the option ``sequence_keys`` names it: gather, ring or zigzag."""
+    return group if keys == "gather" else Ring(group, zigzag=keys == "zigzag")
+
+
+def is_of_another_process(error: RuntimeError) -> bool:
+    """Whether a collective failed, since another process ended."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def run_in_group(count: int, device: str, run: Callable[..., object], *arguments: Any) -> None:
@@ -55,7 +66,7 @@ def _started(
         errors.put(str(error))
         raise SystemExit(2) from None
     except RuntimeError as error:
-        if "/gloo/" not in str(error) and not isinstance(error, dist.DistError):
+        if not is_of_another_process(error):
             raise
         raise SystemExit(3) from None  # another process ended, of which the first one tells
 

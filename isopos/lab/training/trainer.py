@@ -38,7 +38,7 @@ from isopos.lab.runs.files import damaged
 from isopos.lab.runs.folders import Log
 from isopos.lab.tasks.task import Data
 from isopos.lab.training import OnStep
-from isopos.parallel import Ring
+from isopos.lab.training.group import group_by_keys, is_of_another_process
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, for any strategy
 OBSERVER = "child-process-observer"  # the name of Lightning's thread that waits for the processes it started
@@ -137,8 +137,7 @@ class _Training(LightningModule):
         if ranks > 1 and self.group is None:
             shape, names = (self.settings.shares, ranks), ("data", "sequence")
             group = init_device_mesh(self.device.type, shape, mesh_dim_names=names)["sequence"].get_group()
-            keys = self.settings.sequence_keys
-            self.group = group if keys == "gather" else Ring(group, zigzag=keys == "zigzag")
+            self.group = group_by_keys(group, self.settings.sequence_keys)
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.sharded:  # FSDP2
             mesh = self.trainer.strategy.device_mesh["data_parallel"]
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)  # positions and angles keep their dtype
@@ -335,7 +334,7 @@ def fit(
         try:
             trainer.fit(training)
         except RuntimeError as error:
-            if not _is_of_another_process(error):
+            if not is_of_another_process(error):
                 raise
             _end_with_the_others(folder, training.step, first=log is not None)
         finally:
@@ -345,11 +344,6 @@ def fit(
     if training.signal and not stopped:  # too late for this run; the command checks for it next
         signals.remember(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
-
-
-def _is_of_another_process(error: RuntimeError) -> bool:
-    """Whether a collective failed, since another process ended."""
-    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
 def _end_with_the_others(folder: Path, step: int, *, first: bool) -> Never:
