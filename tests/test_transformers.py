@@ -734,7 +734,9 @@ def test_gradients_through_what_layers_share_are_those_of_each(hf, monkeypatch, 
 def test_nothing_is_kept_after_a_forward_and_its_graph(hf, monkeypatch):
     made, begin = [], evaluated.Evaluated.__init__
     monkeypatch.setattr(
-        evaluated.Evaluated, "__init__", lambda self, *args: made.append(weakref.ref(self)) or begin(self, *args)
+        evaluated.Evaluated,
+        "__init__",
+        lambda self, *args, **named: made.append(weakref.ref(self)) or begin(self, *args, **named),
     )
     for family in ("Llama", "Bert"):
         model, scheme, ids = deep(hf, family), scheme_of("angles-a-head"), tokens()
