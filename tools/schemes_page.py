@@ -80,13 +80,6 @@ included:
 - TAPA (Yu et al. 2025, arXiv 2509.12635): a score is <q, k> of some features times the cosine of a power of |t| times a
   phase, a quadratic form of q and k. The phase belongs to the pair, so that no map of q and no map of k give the cosine. It
   is relative, and needs all pairs, in softmax attention only.
-
-PaTH (Yang et al. 2025, arXiv 2505.16381) depends on the tokens between query and key, as `selective` does, by a product of
-matrices I - b w w^T with b between 0 and 2 and a unit vector w of each token. Three things here are missing for it: phases
-add up, while these products depend on the order of tokens; only at b = 2 is the matrix an isometry, and at b = 1 it has no
-inverse, so that a query's and a key's map do not exist apart from each other; and a new token changes every cached key, or
-in linear attention multiplies the state by a matrix, while caches here keep what they hold and states shrink by a number
-per head. It needs kernels of its own, as flash-linear-attention has.
 """
 COMPLETE = """\
 Every score on a line that depends on the offset t = y - x only, and factors into finitely many features of x and of y,
