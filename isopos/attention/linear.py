@@ -302,21 +302,21 @@ def _along(problem: LinearProblem, product: householder.Factors) -> tuple[Tensor
     before, made = problem.state, sums_of(problem)
     width, past = product.vector.shape[-1], Past() if made.stream is None else made.stream
 
-    def run(sums: Sums) -> list[tuple[Tensor, Tensor]]:
+    def run(sums: Sums) -> tuple[Tensor, list[Tensor]]:
         (q, k, v), *unrotated = sums.triples()
         if q.shape[-1] != width:
             raise ValueError(
                 f"feature_map: expected one that returns {width} features, in which the Householder product acts, got one "
                 f"that returns {q.shape[-1]}"
             )
-        state = past.sums[0] if past.sums else None
-        found = [householder.linear(q, k, v, product, sums.g, state, past.before)]
+        total, state = householder.linear(q, k, v, product, sums.g, past.sums[0] if past.sums else None, past.before)
+        states = [state]
         for q, k, v in unrotated:
-            total, after = linear.stream(Sums(q, k, v, ALL_READY, sums.g, True, None, Past(past.sums[1:], past.before)))
-            found.append((total, after[0]))
-        return found
+            plain = Sums(q, k, v, ALL_READY, sums.g, True, None, Past(past.sums[1:], past.before))
+            denominator, (state,) = linear.stream(plain)
+            total, states = torch.cat((total, denominator), -1), [*states, state]
+        return total if problem.denominator is None else linear.divide(total), states
 
-    found = run(made)
-    total = contained(made, torch.cat([x for x, _ in found], -1), lambda clean: torch.cat([x for x, _ in run(clean)], -1))
-    total = total if problem.denominator is None else linear.divide(total)
-    return total, State() if before is None else _next(problem, before, {f"sum{n}": x for n, (_, x) in enumerate(found)})
+    out, states = run(made)
+    out = contained(made, out, lambda clean: run(clean)[0])
+    return out, State() if before is None else _next(problem, before, {f"sum{n}": x for n, x in enumerate(states)})
