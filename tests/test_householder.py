@@ -11,6 +11,7 @@ from torch import nn
 import isopos
 from isopos import encodings, laws, models, schemes
 from isopos.attention import naive_linear_attention
+from isopos.attention.checks import check_product
 from isopos.biases import T5
 from isopos.feature_maps import FeatureMap
 from isopos.maps import Identity
@@ -342,6 +343,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=error):
             run(**options)
+    with pytest.raises(ValueError, match="group: expected none with a Householder product, which"):
+        check_product(product, (), group=True)
     with pytest.raises(ValueError, match="causal: expected True with content-dependent phases"):
         isopos.softmax_attention(q, k, v, phases=(product,))
     with pytest.raises(ValueError, match="phases: expected at most one Householder product, got 2"):

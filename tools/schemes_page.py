@@ -68,9 +68,9 @@ In isopos rows come before columns, positions count tokens or patches from 0, an
 parameters unless a model is given a list with one scheme per layer.
 """
 ABSENT = """\
-The schemes above map queries and keys before their scores are computed, by an isometry of each, a log decay or a term of the
-offset. Encodings that depend on the scores have no such form, no linear attention and no law of positions. They are not
-included:
+The schemes above map queries and keys before their scores are computed, by an isometry of each, a log decay, matrices of
+the tokens between or a term of the offset. Encodings that depend on the scores have no such form, no linear attention and
+no law of positions. They are not included:
 
 - CoPE (Golovneva et al. 2024, arXiv 2405.18719): a position is the sum of sigmoid(<q, k>) over the keys between, so that
   each query has separate positions.
