@@ -51,10 +51,11 @@ and keys is positive, with the default features.
 """
 LAWS = """\
 The laws are {every}. `isopos.laws` defines them, and `isopos check` prints the figures. {steps} applies to
-content-dependent positions, which are causal only: their weights depend on the tokens between query and key. Some laws
-apply to isometries or to lines only; "all but" names laws that do not hold or do not apply. **direction**: scores
-distinguish the query from the key, once learned tables are not zero. **repeats**: the number of positions after which
-an encoding repeats, with {head_dim} features and {heads} heads.
+content-dependent positions, which are causal only: their weights depend on the tokens between query and key. For `path`,
+bounded and unitary concern the product of matrices between two tokens, which is unitary with `strength=reflection`, and
+never increases a norm otherwise. Some laws apply to isometries or to lines only; "all but" names laws that do not hold or
+do not apply. **direction**: scores distinguish the query from the key, once learned tables are not zero. **repeats**: the
+number of positions after which an encoding repeats, with {head_dim} features and {heads} heads.
 """
 OPTIONS = """\
 Every scheme also takes {choices}. The table shows the defaults, with linear attention if the scheme supports it; the

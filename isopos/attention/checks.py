@@ -212,8 +212,8 @@ def check_phases(phases: Sequence[Phase], q: Tensor, k: Tensor, causal: bool, he
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
         raise ValueError(
-            "causal: expected True with content-dependent phases (forget gates, selective rotation), which add up from a "
-            "key to a later query, got False"
+            "causal: expected True with content-dependent phases (forget gates, selective rotation, Householder products), "
+            "which run from a key to a later query, got False"
         )
     if t > s:
         raise ValueError(f"phases: expected no more queries than keys, from which steps are read, got {t} and {s}")

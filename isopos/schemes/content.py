@@ -84,8 +84,9 @@ def path(head_dim: int, heads: int, *, strength: Strength = "learned", **choices
     change every cached key with each token, at O(t d) per token; linear attention has a state of constant size, and the
     matrices act on features, whose number the feature map must keep. The positions that a caller passes are ignored.
 
-    Softmax attention forms all scores in memory. Relative terms and sequences over processes are refused; linear attention
-    also refuses windows.
+    Softmax attention forms all scores in memory. In compiled and exported programs all tokens are one chunk, so that time
+    grows with the cube of the length; ONNX has no triangular systems. Relative terms and sequences over processes are
+    refused, and windows in linear attention.
 
     Args:
         strength: "learned" for b in (0, 2): norms of keys never grow. "reflection" for b = 2: all matrices are orthogonal.
