@@ -137,7 +137,7 @@ def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]
         if problem.empty:
             out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
         elif problem.product is not None:
-            out, after = _along(problem, problem.product)
+            out, after = _with_product(problem, problem.product)
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
         elif problem.shards is not None:
@@ -297,7 +297,7 @@ def _next(problem: LinearProblem, state: State, after: dict[str, Tensor]) -> Sta
     return state.next(problem.kind, **after)
 
 
-def _along(problem: LinearProblem, product: householder.Factors) -> tuple[Tensor, State]:
+def _with_product(problem: LinearProblem, product: householder.Factors) -> tuple[Tensor, State]:
     """The output with a Householder product between keys and queries, and the state after the tokens."""
     before, made = problem.state, sums_of(problem)
     width, past = product.vector.shape[-1], Past() if made.stream is None else made.stream
