@@ -10,8 +10,9 @@ from torch import nn
 
 import isopos
 from isopos import encodings, laws, models, schemes
-from isopos.attention import naive_linear_attention
+from isopos.attention import flex, naive_linear_attention
 from isopos.attention.checks import check_product
+from isopos.attention.problem import check_softmax
 from isopos.biases import T5
 from isopos.feature_maps import FeatureMap
 from isopos.maps import Identity
@@ -363,6 +364,13 @@ def test_what_does_not_fit_is_refused():
     _, state = scheme(q, k, v, sequence(5), state=state, causal=True)
     with pytest.raises(ValueError, match="state: expected one of softmax"):
         isopos.softmax_attention(q, k, v, causal=True, state=state)
+
+
+def test_flex_attention_leaves_it_alone():
+    q, k, v = inputs(1, t=5, d=16, dtype=torch.float32)
+    problem = check_softmax(q, k, v, {"phases": (HouseholderProduct(16, HEADS),), "causal": True}, streams=False)
+    assert flex.refuses(problem) == "knows no Householder product"
+    assert not flex.refuses(check_softmax(q, k, v, {"causal": True}, streams=False))
 
 
 _Wide = FeatureMap("wide", lambda x: torch.cat((x.exp(), (-x).exp()), -1))
