@@ -259,7 +259,7 @@ def _column(decay: Tensor | None) -> Tensor | None:
 
 def _is_plannable(problem: LinearProblem) -> bool:
     """Whether outputs are sums divided by a denominator and nothing more; plans do no other operations."""
-    extras = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
+    extras = (problem.window, problem.segments, problem.phase, problem.product, problem.mask, problem.outward)
     simple = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
     return simple and not (problem.terms or problem.empty) and all(x is None for x in extras)
 
