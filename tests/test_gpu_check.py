@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,9 +285,24 @@ def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
     trust.unreliable.cache_clear()
 
 
-def test_the_version_of_an_assembler(tmp_path):
+def test_the_version_of_an_assembler(monkeypatch, tmp_path):
     program = tmp_path / "ptxas"
     program.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.4, V13.4.1'\n")
     program.chmod(0o755)
     assert trust.ptxas(str(program)) == "13.4"
     assert trust.ptxas(str(tmp_path / "absent")) == ""
+    home = tmp_path / "triton" / "backends" / "nvidia" / "bin"
+    home.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__file__=str(tmp_path / "triton" / "__init__.py")))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: home.iterdir() if self == home else iter(()))
+    monkeypatch.setenv("PATH", "")
+    assert trust.newest_ptxas() == ""
+    for name, version, newest in (
+        ("ptxas", "12.8", ""),
+        ("ptxas-blackwell", "12.9", ""),
+        ("ptxas-new", "13.1", "ptxas-new"),
+    ):
+        (home / name).write_text(f"#!/bin/sh\necho 'release {version}, V{version}.0'\n")
+        (home / name).chmod(0o755)
+        assert trust.newest_ptxas() == (str(home / newest) if newest else "")

@@ -21,6 +21,7 @@ import torch
 
 TRITON = ("3.6", "3.7")  # versions of Triton with which the kernels compile and are interpreted
 PTXAS = (13, 3)  # the first ptxas without a known fault for sm_90 that concerns the kernels
+NEWER = (13, 1)  # the first one that is better for sm_90 than those that Triton uses there
 HOPPER = 9  # first number of its compute capability
 PATH, RESULTS = "TRITON_PTXAS_PATH", "ISOPOS_GPU_CHECK"  # environment variables: another ptxas, the file of results
 OPERATIONS = ("attention", "rotation", "step")
@@ -77,7 +78,7 @@ def ptxas(path: str = "") -> str:
 
 
 def newest_ptxas() -> str:
-    """File of the newest assembler of Triton and of CUDA toolkits on this machine, or ""."""
+    """File of the newest assembler of Triton and of CUDA toolkits on this machine, or "" if it is older than 13.1."""
     try:
         import triton  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -85,7 +86,8 @@ def newest_ptxas() -> str:
     home = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     toolkits = [*Path("/usr/local").glob("cuda*/bin/ptxas"), shutil.which("ptxas") or ""]
     files = [str(file) for file in (*sorted(home.glob("ptxas*")), *toolkits) if str(file)]
-    return max(files, key=lambda file: numbers(ptxas(file)), default="")
+    newest = max(files, key=lambda file: numbers(ptxas(file)), default="")
+    return newest if numbers(ptxas(newest)) >= NEWER else ""
 
 
 def numbers(version: str) -> tuple[int, ...]:
