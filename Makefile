@@ -24,9 +24,12 @@ test-all: .venv/.installed-peers  ## the slow tests, and agreement with other li
 	@$(BIN)/pytest -n 2 --dist worksteal -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_conversion.py tests/test_frames.py tests/test_transformers*.py tests/test_audit*.py
 	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
 
-test-gpu: .venv/.installed-dev  ## on a GPU: every scheme against float64, and Triton's kernels; TORCH_INDEX of a CUDA build, once
-	@$(BIN)/pytest -rs $(ARGS) tests/test_gpu.py
-	@ISOPOS_TRITON=1 $(BIN)/pytest -rs -m "triton or not triton" $(ARGS) tests/test_gpu.py tests/test_triton*.py
+# Tests of Triton's kernels for each generation of GPUs, compiled without one, are part of test-all.
+GPU_TESTS := $(addprefix tests/test_,triton_step.py triton_rotate.py gpu.py triton_flex.py triton_bench.py)
+test-gpu: .venv/.installed-dev  ## on a GPU: two minutes of isopos gpu-check, then every scheme; TORCH_INDEX of a CUDA build, once
+	@rm -rf build/gpu-check
+	@$(BIN)/python -m isopos gpu-check --out build/gpu-check --minutes 2
+	@ISOPOS_TRITON=any $(BIN)/pytest -rs -m "triton or not triton" $(ARGS) $(GPU_TESTS)
 
 test-versions: .venv/.installed-dev  ## the tests on the lowest and the newest Python and PyTorch: gigabytes, half an hour
 	@TORCH_INDEX="$(TORCH_INDEX)" VERSIONS="$(ARGS)" $(BIN)/nox

@@ -316,7 +316,7 @@ class ClippedKeys(RelativeBias):
 
 def _can_be_lazy(x: Tensor, y: Tensor) -> bool:
     """Whether a GPU kernel may evaluate the term pair by pair, without forming all pairs in memory."""
-    return not (torch.compiler.is_compiling() or gpu.unreadable(x, y))
+    return not (torch.compiler.is_compiling() or gpu.unreadable("flex attention", x, y))
 
 
 def _offset_term(

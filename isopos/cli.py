@@ -18,7 +18,9 @@ COMMANDS = (
     *("compare", "table", "train", "list", "recommend", "check", "audit", "show"),
     *("eval", "report", "runs", "generate", "export", "tables", "convert", "bench"),
 )
-SAVING = ("compare", "table", "train", "eval", "report", "export", "tables", "convert", "bench")  # they write files
+GPU_CHECK = "gpu-check"
+SAVING = (GPU_CHECK, "compare", "table", "train", "eval", "report", "export", "tables", "convert", "bench")  # write files
+DESCRIPTION = f"Positional encodings as isometries. `isopos {GPU_CHECK} --help` is about Triton's kernels on a GPU."
 LOST = 141  # exit status after the reader closed standard output, as after SIGPIPE
 MEMORY = ("allocate memory", "out of memory")  # in PyTorch's messages
 REMEDIES = {
@@ -73,6 +75,8 @@ def _status(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[0] == GPU_CHECK:  # on a machine that has torch and triton alone
+        return importlib.import_module("isopos.lab.bench.gpu_check").main(arguments[1:])
     import tyro
     from rich.console import Console
 
@@ -86,7 +90,7 @@ def _run(arguments: list[str]) -> int:
                 more["default"] = module.default(arguments)  # the task or recipe on the command line adds its options
             kinds.append(Annotated[module.Options, tyro.conf.subcommand(name, **more)])
         choice: Any = Union[tuple(kinds)]  # noqa: UP007
-        options = tyro.cli(choice, prog="isopos", args=arguments, description="Positional encodings as isometries.")
+        options = tyro.cli(choice, prog="isopos", args=arguments, description=DESCRIPTION)
         console = Console(width=None if sys.stdout.isatty() else 150)
         signals.raise_pending()
         return sys.modules[type(options).__module__].run(options, console)

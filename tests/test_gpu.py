@@ -1,6 +1,7 @@
 """On a GPU: every scheme in both kinds of attention equals float64 on a CPU, with its gradients.
 
-ISOPOS_TRITON=1 asks for Triton's kernels, too: `make test-gpu` runs both. ISOPOS_GPU names another device than cuda.
+The most telling tests come first. ISOPOS_TRITON=any asks for Triton's kernels, as `make test-gpu` does. ISOPOS_GPU names
+another device than cuda.
 """
 
 import copy
@@ -12,6 +13,7 @@ from cases import ATTENTION, PRESETS, SCHEMES, close, gradients, inputs_of, pare
 
 from isopos import State, linear_attention, sequence
 from isopos.exact import to_float64
+from isopos.ops.gpu import SWITCH
 from isopos.schemes import build
 
 DEVICE = os.environ.get("ISOPOS_GPU", "cuda")
@@ -47,26 +49,8 @@ def attend(kind, scheme, content, x, **options):
     return ATTENTION[kind](*content, **scheme.at(x, dtype=torch.promote_types(content[0].dtype, torch.float32)), **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@with_kinds(SCHEMES)
-def test_attention_and_its_gradients(case, kind, dtype):
-    here, device = both(case, kind, dtype)
-    with torch.no_grad():
-        for own in (here[0], device[0]):
-            for parameter, value in zip(own.parameters(), here[0].parameters(), strict=True):
-                parameter.copy_(value)
-    for causal in (True, False) if case.both_ways else (True,):
-        expected, actual = (attend(kind, *side, causal=causal) for side in (here, device))
-        assert (actual.device.type, actual.dtype) == (torch.device(DEVICE).type, dtype)
-        near(actual, expected, dtype)
-        if dtype == torch.float32:  # narrower ones round gradients between operations
-            leaves = [side[1] + list(side[0].parameters()) for side in (device, here)]
-            for fast, slow in zip(gradients(actual.cpu(), leaves[0]), gradients(expected, leaves[1]), strict=True):
-                near(fast, slow, dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 80, 256, 32])
 @pytest.mark.parametrize("name", ["none", "rope", "retnet", "lrpe-orthogonal", "permuteformer"])
 def test_sizes_of_models(name, head_dim, dtype):
     scheme, x = build(name, head_dim, 2, {"denominator": "plain"}), sequence(1000)
@@ -78,16 +62,41 @@ def test_sizes_of_models(name, head_dim, dtype):
         near(fast, slow, dtype)
 
 
-@with_kinds(PRESETS)
-def test_streams_end_where_the_whole_does(case, kind):
-    if not case.streams(kind):
-        pytest.skip("it has no streams")
-    (*_, x), (scheme, content, _) = both(case, kind, torch.float32)
-    x = parents_first(scheme.group, x).to(DEVICE)
+def test_a_prepared_stream_equals_the_whole():
+    from isopos.stream import Stream
+
+    scheme = build("rope", 64, 4, {}).to(DEVICE)
+    content = there(torch.randn(3, 2, 4, 80, 64).unbind())
     with torch.no_grad():
-        whole = attend(kind, scheme, content, x, causal=True)
-        pieces, _ = stream(scheme, content, x, (0, 1, 70, 71, T))
-    near(pieces, whole, torch.float32)
+        steps = Stream(scheme)
+        pieces = [steps(*(a[..., n : n + 1, :] for a in content)) for n in range(80)]
+        whole = linear_attention(*content, **scheme.at(sequence(80, device=DEVICE)), causal=True)
+    assert isinstance(steps.state, State)
+    close(torch.cat(pieces, -2).cpu(), whole.cpu())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_several_streams_of_the_device_at_once():
+    scheme, cases = build("rope", 64, 4, {}).to(DEVICE), []
+    at = scheme.at(sequence(T, device=DEVICE))
+    torch.cuda.synchronize()
+    for _ in range(8):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            content = torch.randn(3, 2, 4, T, 64, device=DEVICE).unbind()
+            cases.append((content, linear_attention(*content, **at, causal=True)))
+    torch.cuda.synchronize()
+    for content, out in cases:
+        close(out, linear_attention(*content, **at, causal=True))
+
+
+def test_positions_are_exact_far_away():
+    scheme = build("rope", 64, 1, {}).to(DEVICE)
+    q, k = there(torch.randn(2, 1, 1, T, 64).unbind())
+    near, far = (scheme.encoding(sequence(T, device=DEVICE) + start) for start in (0, 2**31))
+    size = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
+    error = (near(q).double() @ near(k).double().mT - far(q).double() @ far(k).double().mT).abs().max()
+    assert error < 1e-6 * size
+    assert to_float64(sequence(1, device=DEVICE)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["none", "rope", "lrpe-unitary", "permuteformer", "retnet"])
@@ -115,38 +124,37 @@ def test_compiled_into_one_graph(name):
         close(fast.cpu(), slow.cpu(), dtype=torch.float32, roundings=1 << 14)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
-def test_several_streams_of_the_device_at_once():
-    scheme, cases = build("rope", 64, 4, {}).to(DEVICE), []
-    at = scheme.at(sequence(T, device=DEVICE))
-    torch.cuda.synchronize()
-    for _ in range(8):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            content = torch.randn(3, 2, 4, T, 64, device=DEVICE).unbind()
-            cases.append((content, linear_attention(*content, **at, causal=True)))
-    torch.cuda.synchronize()
-    for content, out in cases:
-        close(out, linear_attention(*content, **at, causal=True))
-
-
-def test_positions_are_exact_far_away():
-    scheme = build("rope", 64, 1, {}).to(DEVICE)
-    q, k = there(torch.randn(2, 1, 1, T, 64).unbind())
-    near, far = (scheme.encoding(sequence(T, device=DEVICE) + start) for start in (0, 2**31))
-    size = (q.norm(dim=-1).max() * k.norm(dim=-1).max()).item()
-    error = (near(q).double() @ near(k).double().mT - far(q).double() @ far(k).double().mT).abs().max()
-    assert error < 1e-6 * size
-    assert to_float64(sequence(1, device=DEVICE)).dtype == torch.float64
-
-
-def test_a_prepared_stream_equals_the_whole():
-    from isopos.stream import Stream
-
-    scheme = build("rope", 64, 4, {}).to(DEVICE)
-    content = there(torch.randn(3, 2, 4, 80, 64).unbind())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@with_kinds(SCHEMES)
+def test_attention_and_its_gradients(monkeypatch, case, kind, dtype):
+    """By Triton's kernels where they are asked for and serve, and in float32 by PyTorch's operations, too."""
+    here, device = both(case, kind, dtype)
     with torch.no_grad():
-        steps = Stream(scheme)
-        pieces = [steps(*(a[..., n : n + 1, :] for a in content)) for n in range(80)]
-        whole = linear_attention(*content, **scheme.at(sequence(80, device=DEVICE)), causal=True)
-    assert isinstance(steps.state, State)
-    close(torch.cat(pieces, -2).cpu(), whole.cpu())
+        for own in (here[0], device[0]):
+            for parameter, value in zip(own.parameters(), here[0].parameters(), strict=True):
+                parameter.copy_(value)
+    asked = os.environ.get(SWITCH, "0")
+    switches = dict.fromkeys((asked, "0") if dtype == torch.float32 else (asked,))
+    for causal in (True, False) if case.both_ways else (True,):
+        expected = attend(kind, *here, causal=causal)
+        for switch in switches:
+            monkeypatch.setenv(SWITCH, switch)
+            actual = attend(kind, *device, causal=causal)
+            assert (actual.device.type, actual.dtype) == (torch.device(DEVICE).type, dtype)
+            near(actual, expected, dtype)
+            if dtype == torch.float32:  # narrower ones round gradients between operations
+                leaves = [side[1] + list(side[0].parameters()) for side in (device, here)]
+                for fast, slow in zip(gradients(actual.cpu(), leaves[0]), gradients(expected, leaves[1]), strict=True):
+                    near(fast, slow, dtype)
+
+
+@with_kinds(PRESETS)
+def test_streams_end_where_the_whole_does(case, kind):
+    if not case.streams(kind):
+        pytest.skip("it has no streams")
+    (*_, x), (scheme, content, _) = both(case, kind, torch.float32)
+    x = parents_first(scheme.group, x).to(DEVICE)
+    with torch.no_grad():
+        whole = attend(kind, scheme, content, x, causal=True)
+        pieces, _ = stream(scheme, content, x, (0, 1, 70, 71, T))
+    near(pieces, whole, torch.float32)

@@ -55,3 +55,14 @@ def test_one_that_wrote_nothing_costs_nothing(make, tmp_path):
     os.utime(tmp_path / ".venv" / ".installed-run", (0, 0))
     assert make("fails") == (2, 1, {"whole"})
     assert make() == (0, 1, {"whole"})
+
+
+def test_a_gpu_is_checked_first_and_by_no_test_twice():
+    done = subprocess.run(["make", "-n", "test-gpu"], cwd=ROOT, capture_output=True, text=True, check=True)
+    check, tests = [line for line in done.stdout.splitlines() if "gpu-check --out" in line or "pytest" in line]
+    assert "python -m isopos gpu-check --out build/gpu-check --minutes 2" in check
+    files = [word for word in tests.split() if word.startswith("tests/")]
+    assert files[0] == "tests/test_triton_step.py"
+    assert len(files) == len(set(files)) == 5
+    assert all((ROOT / file).exists() for file in files)
+    assert not [file for file in files if "compile" in file]

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'isop
 
 import triton
 import triton.language as tl
-from triton_rounding import AWAY, BF16, CASES, FP16, FP32, errors, multiply, tensor_cores
+from triton_rounding import AWAY, BF16, CASES, FP16, FP32, Case, errors, multiply, tensor_cores
 
 pytestmark = [
     pytest.mark.triton,
@@ -19,7 +19,13 @@ pytestmark = [
 MOST = {BF16: (5e-3, 1e-2), FP16: (6e-4, 1.7e-3), FP32: (1e-6, 1.7e-6)}  # output, gradient: some twice what was found
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SHORTER = [
+    case._replace(length=min(case.length, 300 if case.name == "rope" else 150)) for case in CASES if case.dtype == BF16
+]
+SHORTER += [case._replace(length=40) for case in CASES if case.dtype == FP32 or case == Case("rope", FP16, 70)]
+
+
+@pytest.mark.parametrize("case", [case for case in SHORTER if case.name != "encoded"], ids=str)
 def test_errors(case):
     """Of norms; the largest number is twice as far at most. Rounding that no one did would be less than what is found."""
     output, gradient = MOST[case.dtype]

@@ -156,8 +156,10 @@ def test_an_index_that_is_none_gives_nan():
     assert run(sums)[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["rope", "retnet", "permuteformer", "lrpe-unitary"])
+NARROW = [("rope", torch.bfloat16), ("lrpe-unitary", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((x, torch.float32) for x in ("rope", "retnet", "permuteformer")), *NARROW])
 def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
     monkeypatch.setattr(stream_module, "AHEAD", 3)
     scheme = schemes.REGISTRY[name](8, 2)

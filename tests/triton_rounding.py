@@ -92,7 +92,7 @@ def cast(self, x, dtype):
 @contextmanager
 def tensor_cores() -> Iterator[None]:
     """Kernels are interpreted as tensor cores would run them."""
-    if why := gpu.unreadable(torch.empty(0)):
+    if why := gpu.unreadable("attention", torch.empty(0)):
         raise RuntimeError(f"expected TRITON_INTERPRET=1 and ISOPOS_TRITON=1 in the environment: {why}")
     exact, operation, chosen = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, triton._precision
     in_tf32 = {ir.INPUT_PRECISION.TF32: tf32, ir.INPUT_PRECISION.TF32x3: tf32x3}

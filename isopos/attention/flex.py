@@ -28,7 +28,7 @@ def attended(problem: SoftmaxProblem) -> Tensor | None:
 
     It is tried if GPU kernels are requested (`isopos.ops.gpu`). Where it does not serve, or its compiler fails, it warns.
     """
-    if torch.compiler.is_compiling() or gpu.unreadable(problem.q, problem.k, problem.v):
+    if torch.compiler.is_compiling() or gpu.unreadable("flex attention", problem.q, problem.k, problem.v):
         return None
     if why := refuses(problem):
         warnings.warn(f"softmax_attention: all scores are formed in memory, since flex attention {why}", stacklevel=2)

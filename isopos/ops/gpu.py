@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.ops import trust
 from isopos.ops.library import PLAIN, watched
 
-SWITCH = "ISOPOS_TRITON"  # environment variable; the kernels are off by default, since no GPU has run them yet
+SWITCH = "ISOPOS_TRITON"
+"""Environment variable. "1": kernels run wherever `isopos.ops.trust` trusts the compilers; "any": with every compiler;
+"auto": where `isopos gpu-check` has passed, by the table of `isopos.ops.trust` and by the file of results; "0": never.
+Unset: where the table says so, which is nowhere, since no GPU has run them yet.
+"""
+INPUTS = {"attention": 3, "step": 3}  # number of tensors whose dtype matters; of other operations it is the first
 
 
 def interpreted() -> bool:
@@ -24,8 +30,29 @@ def _absent() -> str:
     return "" if find_spec("triton") else "triton is not installed: pip install triton"
 
 
-def unreadable(*tensors: Tensor) -> str:
-    """Why no Triton kernel may read these tensors, or "": they must be plain CUDA tensors, outside transforms."""
+def _off(operation: str, tensors: tuple[Tensor, ...]) -> str:
+    """Why kernels of an operation are off for these tensors, or ""."""
+    switch, device = os.environ.get(SWITCH, ""), tensors[0].device
+    if switch == "1":
+        return trust.unreliable(device)
+    if switch == "any":
+        return ""
+    if switch not in ("", "auto", "0"):
+        return f"{SWITCH} is expected to be 0, 1, any or auto, not {switch!r}"
+    if switch != "0" and (switch or trust.PASSED):
+        dtypes = tuple(x.dtype for x in tensors[: INPUTS.get(operation, 1)])
+        why = trust.unproven(operation, dtypes, device, trust.results_file() if switch else None)
+        return why and f"{why}; {SWITCH}=1 in the environment asks for it"
+    return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
+
+
+def unreadable(operation: str, *tensors: Tensor) -> str:
+    """Why no Triton kernel may read these tensors, or "": they must be plain CUDA tensors, outside transforms.
+
+    Args:
+        operation: What the kernel computes: one of `trust.OPERATIONS`, or "flex attention".
+        tensors: All tensors that it reads, inputs first.
+    """
     if torch.compiler.is_compiling():
         return "a compiler cannot trace it"
     for x in tensors:
@@ -35,8 +62,8 @@ def unreadable(*tensors: Tensor) -> str:
             return "it reads plain tensors only"
         if x.device != tensors[0].device:
             return f"it reads tensors of one device, not of {tensors[0].device} and {x.device}"
-    if os.environ.get(SWITCH) != "1":
-        return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
+    if why := _off(operation, tensors):
+        return why
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
     return _absent()

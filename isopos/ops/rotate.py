@@ -158,7 +158,7 @@ def rotate_on_gpu(
 
 def _kernel(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False) -> Any:
     """The module `triton_rotate` if it serves these tensors, otherwise None."""
-    if torch.compiler.is_compiling() or gpu.unreadable(x, table):
+    if torch.compiler.is_compiling() or gpu.unreadable("rotation", x, table):
         return None
     from isopos.ops import triton_rotate
 
@@ -184,7 +184,7 @@ class _OnGpu(torch.autograd.Function):
             out = rotate_on_gpu(grad, table, **how)
             found = [_defined(grad, table, **how) if out is None else out, None]
         elif torch.is_grad_enabled() or gpu.unreadable(
-            x, table, grad
+            "rotation", x, table, grad
         ):  # for second derivatives, or if hooks unpacked other tensors
             with torch.enable_grad():
                 out, leaves = _defined(x, table, **how), [a for a, want in zip((x, table), wanted, strict=True) if want]

@@ -472,7 +472,7 @@ class Triton(Kernel):
     name = "triton"
 
     def serves(self, sums: Sums) -> str:
-        if why := gpu.unreadable(*sums.tensors) or refusal(sums, streams=True):
+        if why := gpu.unreadable("attention", *sums.tensors) or refusal(sums, streams=True):
             return why
         if sums.stream is not None and sums.q.shape[-2] == 1:
             return "one token of a stream is a step, and no chunk"

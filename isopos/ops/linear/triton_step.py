@@ -140,7 +140,7 @@ class Step(Backend):
         return self._plan(sums)[1]
 
     def _plan(self, sums: Sums) -> tuple[Plan | None, str]:
-        if why := refuses_step(sums) or gpu.unreadable(*sums.tensors):
+        if why := refuses_step(sums) or gpu.unreadable("step", *sums.tensors):
             return None, why
         (q, k, v), stream = sums.inputs, sums.stream
         assert stream is not None
@@ -214,7 +214,7 @@ class TritonSteps:
         for x, known in zip(inputs, self.inputs, strict=True):
             if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.stride(-1) != 1:
                 return False
-        return not gpu.unreadable(*inputs, *self.sums)
+        return not gpu.unreadable("step", *inputs, *self.sums)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token with row n of the tables, in q's dtype."""

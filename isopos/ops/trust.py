@@ -1,0 +1,190 @@
+"""Where Triton's kernels may run: compilers that they trust, and GPUs on which `isopos gpu-check` has passed.
+
+Versions of NVIDIA's assembler ptxas are known to compile wrong code for Hopper (sm_90). In kernels of flash-linear-attention
+12.8 gives wrong sums and 13.0 writes outside shared memory, while 13.1 passes (fla-org/flash-linear-attention#1262, #640).
+12.9 overwrites operands that a product still reads from registers, which 13.4 does not; NVIDIA names the repair in the notes
+of 13.3 (triton-lang/triton#11781). Products of our kernels on sm_90 read such operands. Triton assembles for Hopper by the
+ptxas that it comes with, 12.8 in versions 3.6 and 3.7; TRITON_PTXAS_PATH in the environment names another one.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TRITON = ("3.6", "3.7")  # versions of Triton with which the kernels compile and are interpreted
+PTXAS = (13, 3)  # the first ptxas without a known fault for sm_90 that concerns the kernels
+NEWER = (13, 1)  # the first one that is better for sm_90 than those that Triton uses there
+HOPPER = 9  # first number of its compute capability
+PATH, RESULTS = "TRITON_PTXAS_PATH", "ISOPOS_GPU_CHECK"  # environment variables: another ptxas, the file of results
+OPERATIONS = ("attention", "rotation", "step")
+KERNELS = ("triton_rotate.py", "linear/triton*.py")  # files with kernels and their launches
+
+
+class Passed(NamedTuple):
+    """What `isopos gpu-check` has found right.
+
+    Attributes:
+        device: Name of the GPU.
+        dtype: Dtype of queries, keys and values, or of rotated features: "bfloat16", "float32".
+        triton: Version of Triton.
+        ptxas: Version of the assembler.
+        operation: One of `OPERATIONS`.
+    """
+
+    device: str
+    dtype: str
+    triton: str
+    ptxas: str
+    operation: str
+
+
+PASSED: frozenset[Passed] = frozenset()  # the kernels are on by default there; no GPU has run them yet
+
+
+def triton_version() -> str:
+    """Version of Triton, or "" without it."""
+    try:
+        import triton  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return ""
+    return triton.__version__
+
+
+@cache
+def ptxas(path: str = "") -> str:
+    """Version of an assembler, by default of the one that Triton uses before Blackwell; "" if it cannot be run.
+
+    Args:
+        path: File of the assembler.
+    """
+    try:
+        if not path:
+            from triton import knobs  # pyright: ignore[reportMissingImports]
+
+            path = os.environ.get(PATH) or knobs.nvidia.ptxas.path
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except Exception:  # Triton without NVIDIA's tools, or a file that is no program
+        return ""
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else ""
+
+
+def newest_ptxas() -> str:
+    """File of the newest assembler of Triton and of CUDA toolkits on this machine, or "" if it is older than 13.1."""
+    try:
+        import triton  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return ""
+    home = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    toolkits = [*Path("/usr/local").glob("cuda*/bin/ptxas"), shutil.which("ptxas") or ""]
+    files = [str(file) for file in (*sorted(home.glob("ptxas*")), *toolkits) if str(file)]
+    newest = max(files, key=lambda file: numbers(ptxas(file)), default="")
+    return newest if numbers(ptxas(newest)) >= NEWER else ""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version.
+
+    Examples:
+        >>> numbers("3.7.1"), numbers("13.1"), numbers("")
+        ((3, 7), (13, 1), ())
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def untrusted(triton: str, assembler: str, generation: int) -> str:
+    """Why no kernel should be compiled by these versions for GPUs of a generation, or "".
+
+    Args:
+        triton: Version of Triton.
+        assembler: Version of ptxas.
+        generation: First number of the compute capability.
+
+    Examples:
+        >>> untrusted("3.7.1", "13.4", 9), untrusted("3.7.1", "12.8", 8)
+        ('', '')
+        >>> print(untrusted("3.8.0", "13.4", 9))
+        its kernels are made for Triton 3.6 and 3.7, not for 3.8.0
+    """
+    if ".".join(map(str, numbers(triton))) not in TRITON:
+        return f"its kernels are made for Triton {' and '.join(TRITON)}, not for {triton}"
+    if generation == HOPPER and numbers(assembler) < PTXAS:
+        least, known = ".".join(map(str, PTXAS)), assembler or "unknown"
+        return (
+            f"ptxas before {least} is known to compile wrong code for sm_90, and Triton uses {known}; {PATH} names another "
+            "one, and `isopos gpu-check` finds out whether this one does"
+        )
+    return ""
+
+
+@cache
+def fingerprint() -> str:
+    """Twelve digits that change with the source of the kernels, to which results belong."""
+    home = Path(__file__).parent
+    files = sorted(file for pattern in KERNELS for file in home.glob(pattern))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def results_file() -> Path:
+    """The file of results on this machine: ISOPOS_GPU_CHECK in the environment, or ~/.config/isopos/gpu-passed.json."""
+    given = os.environ.get(RESULTS)
+    return Path(given) if given else Path.home() / ".config" / "isopos" / "gpu-passed.json"
+
+
+@cache
+def recorded(path: Path) -> tuple[frozenset[Passed], str]:
+    """What a file of results has found right, or nothing and the reason."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        kernels, rows = content["kernels"], frozenset(Passed(**row) for row in content["passed"])
+    except FileNotFoundError:
+        return frozenset(), f"there is no {path}, which `isopos gpu-check` writes"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return frozenset(), f"{path} is no file of `isopos gpu-check`: {type(error).__name__}: {error}"
+    if kernels != fingerprint():
+        return frozenset(), f"{path} is about other kernels; run `isopos gpu-check` again"
+    return rows, ""
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """Name of a device in results."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """First number of a device's compute capability; 0 in Triton's interpreter, where no compiler matters."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@cache
+def unreliable(device: torch.device) -> str:
+    """`untrusted` of this machine's compilers for a device."""
+    return "" if device.type != "cuda" else untrusted(triton_version(), ptxas(), generation(device))
+
+
+@cache
+def unproven(operation: str, dtypes: tuple[torch.dtype, ...], device: torch.device, path: Path | None) -> str:
+    """Why an operation is not known to be right on a device for inputs of these dtypes, or "".
+
+    Args:
+        operation: One of `OPERATIONS`, or another one, which no result is about.
+        dtypes: Dtypes of the inputs.
+        device: Their device.
+        path: File of results to add to `PASSED`, or None.
+    """
+    rows, why = (frozenset(), "") if path is None else recorded(path)
+    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+    name, triton, assembler = device_name(device), triton_version(), ptxas() if device.type == "cuda" else ""
+    if all(Passed(name, dtype, triton, assembler, operation) in rows | PASSED for dtype in names) and len(names) == 1:
+        return ""
+    return why or f"`isopos gpu-check` has not passed for {operation} of {' and '.join(names)} on {name}"

@@ -1,0 +1,308 @@
+"""isopos gpu-check with processes that only pretend: what is recorded, what continues, and what switches kernels on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_layering import ABSENT
+
+from isopos.lab.bench import gpu_check, gpu_rows
+from isopos.lab.bench.gpu_rows import Row
+from isopos.ops import gpu, trust
+
+PRETEND = """
+import json, os, sys, time
+
+def say(**content):
+    print("gpu-check: " + json.dumps(content), flush=True)
+
+print("a library says something")
+say(ready=True)
+for line in sys.stdin:
+    name = line.strip()
+    open("asked", "a").write(name + "\\n")
+    own = {"row": name, "status": "passed", "usable": True}
+    if name == "machine":
+        say(**own | {"status": "measured", "device": "a GPU", "triton": "3.7.1", "ptxas": "13.4", "kernels": KERNELS})
+    elif "hangs" in name:
+        time.sleep(60)
+    elif "dies" in name:
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(11)
+    else:
+        time.sleep(0.25 * ("slow" in name))
+        say(**own | {"status": "failed", "wrong": "2e-1"} if "wrong" in name else own | {"usable": "unusable" not in name})
+    if "unusable" in name:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """Runs rows with these names; their names by the processes that were asked, and the results in order."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "pretend.py"
+    program.write_text(PRETEND.replace("KERNELS", repr(trust.fingerprint())))
+    monkeypatch.setattr(gpu_check, "COMMAND", (sys.executable, str(program)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def run(names, *options, seconds=1.0):
+        rows = {name: Row(name, seconds, lambda place: {}) for name in names}
+        monkeypatch.setattr(gpu_rows, "rows", lambda: rows)
+        code = gpu_check.main(["--out", "out", "--jobs", "1", *options])
+        lines = [json.loads(line) for line in Path("out/gpu-check.jsonl").read_text().splitlines()]
+        return code, Path("asked").read_text().split("\n")[:-1], {line["row"]: line for line in lines}
+
+    return run
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(check, capsys):
+    names = ["repeat: good", "repeat: wrong", "repeat: hangs", "repeat: dies", "repeat: unusable", "time: good"]
+    code, asked, found = check(names)
+    assert code == 1
+    assert asked == ["machine", *names]
+    assert [*found] == ["machine", *names]
+    assert [row["status"] for row in found.values()] == [
+        "measured",
+        "passed",
+        "failed",
+        "failed",
+        "failed",
+        "passed",
+        "passed",
+    ]
+    assert found["repeat: hangs"]["wrong"] == "it is not finished after 1 s"
+    assert found["repeat: dies"]["wrong"].startswith("the process ended with status 11; ")
+    assert Path("out/gpu-check.log").read_text() == "the last words\n"
+    out = capsys.readouterr().out
+    assert "failed    repeat: wrong: 2e-1" in out
+    assert "3 rows failed" in out
+    page = Path("out/gpu-check.md").read_text()
+    assert "3 passed, 3 failed, 0 measured, 0 left." in page
+    assert "| repeat: hangs | failed | it is not finished after 1 s |" in page
+
+
+def test_a_later_run_continues_where_time_was_over(check, capsys):
+    names = [f"accuracy: slow {n}" for n in range(5)]
+    code, _, found = check(names, "--minutes", "0.012")
+    assert code == 0
+    left = names[len(found) - 1 :]
+    assert 0 < len(left) < 5
+    assert f"{len(left)} rows are left: the same command continues with {left[0]}" in capsys.readouterr().out
+    os.remove("asked")
+    assert [*check(names)[2]] == ["machine", *names]
+    assert Path("asked").read_text().split("\n")[1:-1] == left
+    assert check(names)[1] == ["machine", *left, "machine"]
+
+
+def test_rows_run_in_several_processes_and_times_alone(check):
+    start, names = time.monotonic(), [f"repeat: slow {n}" for n in range(8)]
+    assert len(check(names, "--jobs", "8")[2]) == 9
+    assert time.monotonic() - start < 8 * 0.25 + 1.5
+    assert len(check([*names, *(f"time: slow {n}" for n in range(3))], "--jobs", "8", "--only", "time")[2]) == 12
+
+
+def test_a_line_that_was_cut_is_run_again_and_a_damaged_one_is_an_error(check):
+    names = ["repeat: a", "repeat: b", "repeat: c"]
+    check(names)
+    path = Path("out/gpu-check.jsonl")
+    whole = path.read_bytes()
+    for cut in (5, 1):  # without the newline a line is not whole, either
+        path.write_bytes(whole[:-cut])
+        os.remove("asked")
+        assert check(names)[1] == ["machine", "repeat: c"]
+        assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == ["machine", *names]
+    path.write_bytes(b"no row\n" + whole)
+    with pytest.raises(ValueError, match=r"gpu-check.jsonl: expected a row of gpu-check in line 1; remove the line"):
+        check(names)
+
+
+def test_rows_of_another_machine_are_not_mixed(check):
+    check(["repeat: a"])
+    path = Path("out/gpu-check.jsonl")
+    path.write_text(path.read_text().replace('"a GPU"', '"another"'))
+    with pytest.raises(ValueError, match=r"out: expected rows of device 'a GPU' in .*, got 'another'; choose"):
+        check(["repeat: a"])
+
+
+def test_a_killed_run_leaves_whole_rows_and_no_process(check, tmp_path):
+    check(["repeat: first"])
+    names = ["repeat: first", "repeat: second", "repeat: hangs", "repeat: last"]
+    code = f"""
+import sys, torch
+from isopos.lab.bench import gpu_check, gpu_rows
+gpu_check.COMMAND, torch.cuda.is_available = {gpu_check.COMMAND!r}, lambda: True
+gpu_rows.rows = lambda: {{name: gpu_rows.Row(name, 60, None) for name in {names!r}}}
+gpu_check.main(["--out", "out", "--jobs", "1"])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and "repeat: hangs" not in Path("asked").read_text():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert [*gpu_check.read(Path("out/gpu-check.jsonl"))] == ["machine", "repeat: first", "repeat: second"]
+    found = check([name for name in names if "hangs" not in name])[2]
+    assert [*found] == ["machine", "repeat: first", "repeat: second", "repeat: last"]
+
+
+def test_options_that_mean_nothing_are_errors(check, monkeypatch):
+    for options, why in (
+        (("--minutes", "0"), "minutes and jobs: expected"),
+        (("--jobs", "0"), "minutes and jobs: expected"),
+        (("--only", "nothing"), "only: expected a part of a row's name, such as accuracy, got 'nothing'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            check(["repeat: a"], *options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="expected a GPU, or TRITON_INTERPRET=1 with --small"):
+        check(["repeat: a"], "--small")
+
+
+def test_the_command_needs_torch_and_triton_alone(tmp_path):
+    code = f"{ABSENT}sys.argv = ['isopos', 'gpu-check', '--out', 'x']\nfrom isopos.cli import main; main()"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    said = "isopos: gpu-check: expected a GPU, or TRITON_INTERPRET=1 with --small, got a machine without one\n"
+    assert (done.returncode, done.stderr, [*tmp_path.iterdir()]) == (2, said, [])
+
+
+def results(**changed):
+    """Results in which all rows have passed, but for some whose names contain a text."""
+    machine = {"row": "machine", "status": "measured", "device": "a GPU", "triton": "3.7.1", "ptxas": "13.4"}
+    found = {"machine": machine | {"kernels": trust.fingerprint(), "small": False}}
+    for name in gpu_rows.rows():
+        status = next((status for part, status in changed.items() if part in name), "passed")
+        found |= {name: {"row": name, "status": status}} if status != "left" else {}
+    return found
+
+
+def test_what_has_passed_has_passed_in_every_row():
+    everything = {(operation, dtype) for operation in trust.OPERATIONS for dtype in gpu_rows.DTYPES}
+
+    def proven(**changed):
+        return {(one.operation, one.dtype) for one in gpu_check.passed(results(**changed), gpu_rows.rows())}
+
+    assert proven() == everything
+    assert proven(time="failed") == everything
+    assert proven(**{"accuracy: attention, lrpe-unitary, d=80, float32": "absent"}) == everything
+    for status in ("failed", "left"):
+        assert proven(**{"accuracy: attention, rope, d=80, float32": status}) == everything - {("attention", "float32")}
+        assert proven(**{"repeat: rotation, bfloat16": status}) == everything - {("rotation", "bfloat16")}
+    assert proven(**{"decoding": "absent"}) == everything - {("step", dtype) for dtype in gpu_rows.DTYPES}
+    assert proven(memcheck="failed") == set()
+    small = results()
+    small["machine"]["small"] = True
+    assert gpu_check.passed(small, gpu_rows.rows()) == []
+
+
+@pytest.fixture
+def there(monkeypatch, tmp_path):
+    """A machine with a GPU whose compilers are trusted, and the file of results."""
+    monkeypatch.delenv(gpu.SWITCH, raising=False)
+    path = tmp_path / "gpu-passed.json"
+    monkeypatch.setenv(trust.RESULTS, str(path))
+    monkeypatch.setattr(trust, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(trust, "triton_version", lambda: "3.7.1")
+    for name in ("recorded", "unproven"):
+        getattr(trust, name).cache_clear()
+    yield path
+    for name in ("recorded", "unproven"):
+        getattr(trust, name).cache_clear()
+
+
+X = torch.ones(2)
+
+
+def test_the_file_of_results_switches_operations_on(there, monkeypatch):
+    def off(operation, *tensors):
+        trust.recorded.cache_clear()
+        trust.unproven.cache_clear()
+        return gpu._off(operation, tensors)
+
+    assert off("step", X) == "it has run on no GPU yet; ISOPOS_TRITON=1 in the environment asks for it"
+    monkeypatch.setenv(gpu.SWITCH, "auto")
+    assert off("step", X).startswith(f"there is no {there}, which `isopos gpu-check` writes; ISOPOS_TRITON=1")
+    found = results(**{"accuracy: attention, rope, d=80, float32": "failed"})
+    found["machine"]["ptxas"] = ""  # as on this machine, which has no GPU
+    gpu_check.write(there.parent, found, gpu_rows.rows())
+    assert off("rotation", X, X.double()) == off("step", X, X, X) == off("attention", *[X.bfloat16()] * 3) == ""
+    assert off("attention", X, X, X).startswith("`isopos gpu-check` has not passed for attention of float32 on a GPU; ")
+    assert "attention of bfloat16 and float32" in off("attention", X.bfloat16(), X.bfloat16(), X)
+    assert "flex attention" in off("flex attention", X)
+    monkeypatch.setattr(trust, "triton_version", lambda: "3.6.0")
+    assert "has not passed for step" in off("step", X)
+    monkeypatch.setattr(trust, "fingerprint", lambda: "another")
+    assert "is about other kernels; run `isopos gpu-check` again" in off("step", X)
+    there.write_text("{")
+    assert "is no file of `isopos gpu-check`: JSONDecodeError" in off("step", X)
+    monkeypatch.setenv(gpu.SWITCH, "yes")
+    assert off("step", X) == "ISOPOS_TRITON is expected to be 0, 1, any or auto, not 'yes'"
+
+
+def test_the_table_is_on_by_default(there, monkeypatch):
+    entry = trust.Passed("a GPU", "float32", "3.7.1", "", "step")
+    monkeypatch.setattr(trust, "PASSED", frozenset({entry}))
+    assert gpu._off("step", (X, X, X)) == ""
+    assert "has not passed for rotation of float32 on a GPU" in gpu._off("rotation", (X,))
+    monkeypatch.setenv(gpu.SWITCH, "0")
+    assert "ISOPOS_TRITON=1" in gpu._off("step", (X,))
+
+
+def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
+    device = torch.device("cuda")
+    assert not trust.PASSED  # an entry needs a result of isopos gpu-check, in docs/gpu.md
+    for triton, assembler, generation, why in (
+        ("3.6.0", "12.8", 8, ""),
+        ("3.7.1", "13.4", 9, ""),
+        ("3.7.1", "12.8", 9, "ptxas before 13.3 is known to compile wrong code for sm_90, and Triton uses 12.8; "),
+        ("3.7.1", "13.1", 9, "ptxas before 13.3"),
+        ("3.7.1", "", 9, "and Triton uses unknown"),
+        ("3.5.1", "13.4", 8, "its kernels are made for Triton 3.6 and 3.7, not for 3.5.1"),
+        ("3.8.0", "13.4", 10, "not for 3.8.0"),
+    ):
+        monkeypatch.setattr(trust, "triton_version", lambda own=triton: own)
+        monkeypatch.setattr(trust, "ptxas", lambda own=assembler: own)
+        monkeypatch.setattr(trust, "generation", lambda device, own=generation: own)
+        trust.unreliable.cache_clear()
+        monkeypatch.setenv(gpu.SWITCH, "1")
+        on = type("OnGpu", (), {"device": device})()
+        found = gpu._off("attention", (on,))
+        assert why in found if why else not found
+        monkeypatch.setenv(gpu.SWITCH, "any")
+        assert gpu._off("attention", (on,)) == ""
+    trust.unreliable.cache_clear()
+
+
+def test_the_version_of_an_assembler(monkeypatch, tmp_path):
+    program = tmp_path / "ptxas"
+    program.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.4, V13.4.1'\n")
+    program.chmod(0o755)
+    assert trust.ptxas(str(program)) == "13.4"
+    assert trust.ptxas(str(tmp_path / "absent")) == ""
+    home = tmp_path / "triton" / "backends" / "nvidia" / "bin"
+    home.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").write_text("")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__file__=str(tmp_path / "triton" / "__init__.py")))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: home.iterdir() if self == home else iter(()))
+    monkeypatch.setenv("PATH", "")
+    assert trust.newest_ptxas() == ""
+    for name, version, newest in (
+        ("ptxas", "12.8", ""),
+        ("ptxas-blackwell", "12.9", ""),
+        ("ptxas-new", "13.1", "ptxas-new"),
+    ):
+        (home / name).write_text(f"#!/bin/sh\necho 'release {version}, V{version}.0'\n")
+        (home / name).chmod(0o755)
+        assert trust.newest_ptxas() == (str(home / newest) if newest else "")
