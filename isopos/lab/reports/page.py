@@ -1,6 +1,5 @@
 """The report of a comparison: one HTML file made from its folder, without external resources."""
 
-import io
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,12 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, ranking, read_comparison, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain, svg_text
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
@@ -179,8 +177,5 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
 
 def svg(figure: Figure, label: str) -> str:
     """The figure as an svg element with a label, without XML prologue."""
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
+    text = svg_text(figure)
     return f'<svg role="img" aria-label="{html(label)}"' + text[text.index("<svg") + 4 :]
