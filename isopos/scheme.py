@@ -458,7 +458,7 @@ class Scheme(nn.Module):
         if state is not None or x_key is not None:
             name = "state" if x_key is None else "x_key"
             raise ValueError(
-                f"{name}: expected none beside a group, whose processes attend from a sequence to itself, got one"
+                f"{name}: expected none with a group, whose processes attend from a sequence to itself, got one"
             )
         softmax, rows = self.attention == "softmax", self.group.refers_to_rows or self.outside > 0
         if known.zigzag and (rows or not softmax or self.phases):

@@ -122,6 +122,6 @@ def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
-            "labels: expected shift_labels beside them over a group, since the label of the last token is in another shard, "
+            "labels: expected shift_labels with them over a group, since the label of the last token is in another shard, "
             "got none; isopos.integrations.transformers.cut_labels(labels, group) makes both"
         )

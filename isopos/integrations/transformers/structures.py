@@ -254,7 +254,7 @@ def _check_window(window: int, scheme: Any) -> None:
         raise ValueError(f"window: expected a number of keys from 1 on, got {window!r}")
     if not isinstance(scheme, Scheme) or scheme.attention != "linear" or scheme.inside:
         raise ValueError(
-            f"window: expected none but beside one scheme of linear attention that maps features, got {window}; softmax "
+            f"window: expected one only with one scheme of linear attention that maps features, got {window}; softmax "
             "attention sees all keys"
         )
 
