@@ -36,7 +36,7 @@ sequences with a decay lose some digits of float64 to the jumps that separate th
 row, whose figures are for the other kind of attention. Here: torch {torch}, {machine}, one thread.
 """
 BESIDE = """\
-## Beside other libraries
+## Compared with other libraries
 
 Rotary embeddings of {head_dim} features, base 10000, at {length} positions from the one named on: in float32, with bfloat16
 inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
