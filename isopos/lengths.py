@@ -411,8 +411,8 @@ def search(
     def scored(gene: _Gene) -> float:
         rescale = gene.rescale
         if rescale not in scores:
-            found = float(score(LongRope(factor, trained, rescale=rescale, **options)))
-            scores[rescale] = found if math.isfinite(found) else math.inf
+            loss = float(score(LongRope(factor, trained, rescale=rescale, **options)))
+            scores[rescale] = loss if math.isfinite(loss) else math.inf
         return scores[rescale]
 
     kept = sorted((_Gene(c, (start.factor,) * (len(frequency) - c)) for c in critical), key=scored)

@@ -111,8 +111,8 @@ class Converted(nn.Module):
     @property
     def original(self) -> Any:
         """The model of before, on the device of this one; None after transfer."""
-        own = self._original[0]
-        return None if own is None else own.to(next(self.student.parameters()).device)
+        layer = self._original[0]
+        return None if layer is None else layer.to(next(self.student.parameters()).device)
 
     def distances(self, tokens: Tensor) -> Tensor:
         """How far the attention of each layer is from the original's ``[layers]``."""
@@ -146,8 +146,8 @@ class Windows(Data):
 
     def figures(self, model: Any, count: int) -> dict[str, float]:
         """Nats per token and bits per byte of a model of transformers on held-out text, `count` windows at once."""
-        found = [(_nats(model, *batch).item(), batch[1].numel()) for batch in self._held_out(model, count)]
-        nats = sum(value * size for value, size in found) / sum(size for _, size in found)
+        losses = [(_nats(model, *batch).item(), batch[1].numel()) for batch in self._held_out(model, count)]
+        nats = sum(value * size for value, size in losses) / sum(size for _, size in losses)
         return {"nats": nats, "bits_per_byte": nats / self.corpus.bytes_per_token("validation") / math.log(2)}
 
     def _held_out(self, model: Any, count: int) -> Any:

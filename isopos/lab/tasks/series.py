@@ -221,9 +221,9 @@ class ForecastSamples(Samples):
         from isopos.parallel import joined
 
         values, positions, answers = self.on_device(model, recipe, split, rows)
-        own = self.part(model, (values, positions, answers))
+        local = self.part(model, (values, positions, answers))
         with evaluation(model):
-            forecasts = joined(model(*own[:2]), model.group)[:, self.task.context :]
+            forecasts = joined(model(*local[:2]), model.group)[:, self.task.context :]
         return forecasts.cpu().double().numpy(), answers.cpu().double().numpy()
 
     def naive(self, begins: np.ndarray) -> np.ndarray:

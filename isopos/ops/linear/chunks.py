@@ -160,9 +160,9 @@ class Fading(Weights):
         return rows
 
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
-        onward, wide = back == self.reverse, (*self.layout.leading, self.layout.count, -1)
+        onward, shape = back == self.reverse, (*self.layout.leading, self.layout.count, -1)
         first, far = (self.backward, self.earlier.mT) if back else (self.onward, self.earlier)
-        torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(wide))
+        torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(shape))
         shape = (len(far), self.layout.count, -1)
         into.view(shape).baddbmm_(far, added.view(shape))
         last = -1 if onward else 0

@@ -94,8 +94,8 @@ def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[
         return (1, x.shape[-1]), [x.shape[-1]]
     token = Slices((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
-        found = [rows.shape[-1] for rows in features.part(token)(token.of(x, -3, -2))]
-    return (1, found[0]), found
+        sizes = [rows.shape[-1] for rows in features.part(token)(token.of(x, -3, -2))]
+    return (1, sizes[0]), sizes
 
 
 def _padded(rows: Tensor) -> Tensor:

@@ -192,10 +192,10 @@ class Operand:
 
 def operands_of(sums: Sums, needs: Sequence[bool]) -> tuple[list[Operand], Buffers]:
     """The inputs with their features, and shared buffers; `needs` as in `Kernel.forward`."""
-    rest, buffers, found = iter(needs[5:]), Buffers(sums.q, sums.dtype), []
+    rest, buffers, result = iter(needs[5:]), Buffers(sums.q, sums.dtype), []
     for x, features in zip(sums.inputs, sums.features, strict=True):
-        found.append(Operand(x, features, [next(rest) for _ in features.tensors], Buffers(x, buffers.dtype, buffers)))
-    return found, buffers
+        result.append(Operand(x, features, [next(rest) for _ in features.tensors], Buffers(x, buffers.dtype, buffers)))
+    return result, buffers
 
 
 class OutputGradient:
