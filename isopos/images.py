@@ -29,7 +29,7 @@ def patches(
     On each axis the centres of patches are from -1 to 1, times 2 pi, so that a pair of frequency 1 makes two turns over the
     image whatever its number of patches. DINOv3 is ``rope_axial(head_dim, base=100, layout="half")`` at these positions.
     In training the box moves, stretches and grows by `shift`, `jitter` and `rescale`, in this order; without them positions
-    are those of evaluation. DINOv3's checkpoints were trained with ``rescale=2``.
+    are the positions of evaluation. DINOv3's checkpoints were trained with ``rescale=2``.
 
     Args:
         sizes: Number of patches on each axis: height and width; 1 or more axes.

@@ -250,7 +250,7 @@ class LongRope(Extension):
 
 @dataclass(frozen=True)
 class Dype(Extension):
-    """DyPE: scaling that fades over the steps of denoising, from that of pure noise to none.
+    """DyPE: scaling that fades over the steps of denoising, from full scaling at pure noise to none.
 
     Extend the scheme again before each step of a diffusion transformer, with the step's time. Factors of frequencies are
     those of one axis of `trained` patches at any number of axes, for pairs with equal speeds.
@@ -362,7 +362,7 @@ def search(
     seed: int = 0,
     **options: Any,
 ) -> LongRope:
-    """The rule with the lowest score of those that an evolution tries, as LongRoPE2's factors are found.
+    """Evolutionary search for the rule with the lowest score, by which LongRoPE2 finds its factors.
 
     A rule has a critical pair and, from it on, factors that do not decrease, from s to `most` times s; pairs before it have
     those of a larger base that ends in the critical pair's, lambda_i = lambda_c^(i / c). The critical pair is at or before

@@ -77,7 +77,7 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
     pad, tokens = 4, subject.tokens(1, subject.length)
     if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
         yield Finding(
-            "absolute positions are those of places", "left padding shifts them", "note", remedy="pad on the right"
+            "absolute positions count padding", "left padding shifts them", "note", remedy="pad on the right"
         )
         return
     rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)

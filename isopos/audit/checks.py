@@ -20,7 +20,7 @@ class Check:
 
     Args:
         name: Shown in reports.
-        question: What it answers.
+        question: The question that the check answers.
         needs: Names in `ABILITIES`; the check does not apply to a subject that lacks one.
         measure: Yields findings, or raises `Skip` with the reason why the check does not apply.
     """

@@ -46,7 +46,7 @@ def audit(
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
         checks: Names of checks; all by default.
-        text: For trained weights: tokens ``[b t]`` of text like that of training, or text itself for a folder with a
+        text: For trained weights: tokens ``[b t]`` of text similar to the training text, or text itself for a folder with a
             tokenizer, which by default is given a few sentences of English.
 
     Returns:

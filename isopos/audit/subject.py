@@ -46,7 +46,7 @@ class Rotary:
         features: Declared number of features that rotate; None where the configuration does not say.
         trained: Declared number of positions, ``max_position_embeddings``.
         frequencies: The module's frequencies ``[f]`` in radians per step; None if it has none.
-        attention_factor: What it multiplies cosines and sines by.
+        attention_factor: Factor of cosines and sines.
         tables: (positions ``[b t]``, dtype) -> cosines and sines ``[b t d]``, of a deep copy where `fresh`.
     """
 

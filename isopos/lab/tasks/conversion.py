@@ -37,7 +37,7 @@ class Conversion(Task):
     tokenizer: Literal["model", "bytes"] = "model"  # The tokenizer in the folder, or bytes as tokens 0 to 255.
     length: int = 256  # Tokens of a window of text.
     validation_tokens: int = 32768  # Largest number of held-out tokens that are scored; 0: all.
-    start: str = ""  # The run whose weights begin this stage; empty: those of the original.
+    start: str = ""  # Run with the initial weights of this stage; empty: the original's weights.
 
     unit = "tokens"
     limits = (("length", 2, 10**9), ("window", 0, 10**9), ("validation_tokens", 0, 10**15))
@@ -130,7 +130,7 @@ class Windows(Data):
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} tokens"
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, ...]:
-        tuning = self.task.stage == "tuning"  # whose batches are others than those of transfer
+        tuning = self.task.stage == "tuning"  # with other batches than transfer
         return self.corpus.batch(2 * recipe.seed + tuning, step, recipe.training.batch, self.task.length, rank, ranks)
 
     def loss(self, model: Any, *batch: Tensor) -> Tensor:
