@@ -160,7 +160,7 @@ def _line(subject: Subject, finding: Finding) -> str:
 
 
 def _source(module: nn.Module) -> str:
-    """FILE:LINE of a module's forward, from the package on; empty without a file."""
+    """FILE:LINE of a module's forward, relative to its package; empty without a file."""
     try:
         forward = inspect.unwrap(type(module).forward)
         path, line = Path(inspect.getsourcefile(forward) or ""), inspect.getsourcelines(forward)[1]
