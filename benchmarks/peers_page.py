@@ -38,12 +38,13 @@ INTRODUCTION = """\
 
 Largest differences between results of a scheme and of other code, for the same queries, keys and parameters.
 `{command}` writes this page (with `isopos[lab,peers]`), and `make test-all` checks the figures against
-the bounds in `benchmarks/peers_page.py`. Differences from the authors' code, which is seldom a package, are in
-[the schemes](schemes.md#differences-from-the-authors-code); rotary tables at far positions are in [exactness](exactness.md#compared-with-other-libraries).
+the bounds in `benchmarks/peers_page.py`. Differences from the authors' code, which is seldom a package, are in [the
+schemes](schemes.md#differences-from-the-authors-code); rotary tables at far positions are in
+[exactness](exactness.md#compared-with-other-libraries).
 
 **difference**: largest |ours - theirs| divided by max(1, largest |theirs|), of {heads} heads of {head_dim} features and
-{length} tokens. In float64 both compute the same function if it is below 1e-12; every larger difference has a reason. "By its
-formulas": the code is no package, and `benchmarks/peers_page.py` implements its formulas. Versions:
+{length} tokens. In float64 both compute the same function if it is below 1e-12; every larger difference has a reason.
+"By its formulas": the code is no package, and `benchmarks/peers_page.py` implements its formulas. Versions:
 {versions}.
 """
 FORMULAS = """\

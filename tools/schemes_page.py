@@ -62,8 +62,9 @@ docstring of each function explains its options.
 """
 CODE = """\
 Differences between released code and these schemes, for comparisons and for transferring weights. If a paper and its code
-differ, schemes follow the paper; an option in backticks selects the code's behaviour. [peers.md](peers.md) has the numerical differences of
-packages that can be run. Unless an entry says otherwise, the code also rotates pairs (2i, 2i+1) by the positive angle.
+differ, schemes follow the paper; an option in backticks selects the code's behaviour. [peers.md](peers.md) has numerical
+differences of packages that can be run. Unless an entry says otherwise, the code also rotates pairs (2i, 2i+1) by the
+positive angle.
 In isopos rows come before columns, positions count tokens or patches from 0, and layers share a scheme and its
 parameters unless a model is given a list with one scheme per layer.
 """

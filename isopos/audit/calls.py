@@ -76,9 +76,7 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
     """Compare left-padded to plain samples, with positions from the first real token, or by default if relative."""
     pad, tokens = 4, subject.tokens(1, subject.length)
     if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
-        yield Finding(
-            "absolute positions count padding", "left padding shifts them", "note", remedy="pad on the right"
-        )
+        yield Finding("absolute positions count padding", "left padding shifts them", "note", remedy="pad on the right")
         return
     rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)
     mask = _all(rows)
