@@ -54,11 +54,11 @@ def write(folder: Path) -> Path:
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
         "<h2>Relative kernel of each scheme</h2>",
-        "<p>Weight (linear attention) or logit (softmax attention) of a random query and a similar key, compared with that "
-        "at the same position, as a function of their offset: each head, their mean, its even and its odd part. Without an "
-        "odd part a scheme does not see direction. Next to it the mean for each pair of positions, which is constant along "
-        "diagonals if it depends on relative positions only. For a grid the mean is a map over offsets; for a tree, a "
-        "matrix over its nodes, next to the tree.</p>",
+        "<p>Curves: weight (linear attention) or logit (softmax attention) of a random query and a similar key, by their "
+        "offset, relative to the value at the same position. There is a curve per head, the mean of heads, and its even and "
+        "odd part. Without an odd part a scheme does not distinguish directions. Maps: the mean for each pair of positions, "
+        "constant along diagonals if it depends on relative positions only. A grid has a map over offsets; a tree has a "
+        "matrix over its nodes.</p>",
         *pictures,
         *_examples(best_first[:1]),
         f'<script type="module">{SCRIPT}</script>',
