@@ -1,4 +1,4 @@
-"""What softmax attention knows of pairs of tokens: which take part, and the numbers added to their logits."""
+"""Pairs of tokens in softmax attention: the mask of pairs that take part, and the numbers added to their logits."""
 
 import torch
 from torch import Tensor

@@ -242,7 +242,7 @@ def saving(subject: Subject) -> Iterator[Finding]:
 
 @check("casts", "Does casting the whole module round the frequencies?")
 def casts(subject: Subject) -> Iterator[Finding]:
-    """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the model as it stands."""
+    """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the present model."""
     for rotary, want in _declared(subject):
         if rotary.frequencies is None or rotary.refetch is None:
             continue

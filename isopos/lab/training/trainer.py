@@ -240,7 +240,7 @@ class _Training(LightningModule):
         return done / (time.perf_counter() - self.start)
 
     def _over(self) -> Any:
-        """The context in which the tokens of a sample are in the processes of a group, if there is one."""
+        """The context in which the processes of a group hold shards of a sample; does nothing without a group."""
         return nullcontext() if self.group is None else self.model.over(self.group)
 
     def _validate(self) -> float | None:
