@@ -121,26 +121,6 @@ class TransformersSubject(Subject):
         subject.abilities = subject._abilities()
         return subject
 
-    def _abilities(self) -> frozenset[str]:
-        abilities = {"casts"}
-        if self.takes("mask") in self.accepts:
-            abilities.add("mask")
-        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
-            abilities.add("positions")
-        causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
-        abilities.add("causal" if causal else "bidirectional")
-        if causal and "positions" in abilities:
-            abilities.add("packing")
-        if causal and self._cache_name() and hasattr(self.module, "generate"):
-            abilities.add("cache")
-        if causal and self.part == "" and getattr(self.module, "can_generate", bool)():
-            abilities.add("generate")
-        if "cache" in abilities and self.part == "" and getattr(type(self.module), "_can_compile_fullgraph", False):
-            abilities.add("static")
-        if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
-            abilities.add("save")
-        return frozenset(abilities)
-
     def is_of_tokens(self) -> bool:
         """Whether there is one output per token. True if the call fails, so that checks report the failure."""
         tokens = self.tokens(1, self.length)
@@ -155,19 +135,6 @@ class TransformersSubject(Subject):
         """Name of the model's argument for tokens or masks."""
         names = {"mask": "attention_mask", "tokens": "input_ids"}
         return ("decoder_" if self.part == "decoder" else "") + names[what]
-
-    def _cache_name(self) -> str | None:
-        return next((name for name in ("past_key_values", "cache_params") if name in self.accepts), None)
-
-    def _is_causal(self) -> bool:
-        """Whether attention is causal: declared by a language model's head, or else measured."""
-        head = type(self.module).__name__
-        if head.endswith(("ForCausalLM", "LMHeadModel")) and getattr(self.config, "is_decoder", None) is not False:
-            return True
-        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
-        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
-        with torch.no_grad():
-            return relative_error(self.call(self.exact, changed)[:, :-1], self.call(self.exact, tokens)[:, :-1]) < 1e-6
 
     def prepared(self, made: nn.Module) -> nn.Module:
         """The model with experts computed by plain matrix products, which support float64."""
@@ -239,23 +206,6 @@ class TransformersSubject(Subject):
                     modules += self._rotary(name, child, match["kind"], values)
         return modules
 
-    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
-        config: Any = getattr(child, "config", None) or self.config
-        parameters = getattr(config, "rope_parameters", None)
-        if kind is not None and isinstance(parameters, Mapping):
-            parameters = parameters.get(kind)
-        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
-            return []
-        buffer = f"{kind}_inv_freq" if kind else "inv_freq"
-        factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
-        return [
-            Rotary(
-                f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
-                getattr(config, "max_position_embeddings", None), values, float(factor),
-                lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
-            )
-        ]  # fmt: skip
-
     def entry(self) -> str:
         path = Path(self.module.config._name_or_path) / "config.json"  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType, reportOptionalMemberAccess]
         if not path.is_file():
@@ -273,6 +223,56 @@ class TransformersSubject(Subject):
             logging.disable_progress_bar()
             model.save_pretrained(folder)
             return type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
+
+    def _abilities(self) -> frozenset[str]:
+        abilities = {"casts"}
+        if self.takes("mask") in self.accepts:
+            abilities.add("mask")
+        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
+            abilities.add("positions")
+        causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
+        abilities.add("causal" if causal else "bidirectional")
+        if causal and "positions" in abilities:
+            abilities.add("packing")
+        if causal and self._cache_name() and hasattr(self.module, "generate"):
+            abilities.add("cache")
+        if causal and self.part == "" and getattr(self.module, "can_generate", bool)():
+            abilities.add("generate")
+        if "cache" in abilities and self.part == "" and getattr(type(self.module), "_can_compile_fullgraph", False):
+            abilities.add("static")
+        if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
+            abilities.add("save")
+        return frozenset(abilities)
+
+    def _cache_name(self) -> str | None:
+        return next((name for name in ("past_key_values", "cache_params") if name in self.accepts), None)
+
+    def _is_causal(self) -> bool:
+        """Whether attention is causal: declared by a language model's head, or else measured."""
+        head = type(self.module).__name__
+        if head.endswith(("ForCausalLM", "LMHeadModel")) and getattr(self.config, "is_decoder", None) is not False:
+            return True
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        with torch.no_grad():
+            return relative_error(self.call(self.exact, changed)[:, :-1], self.call(self.exact, tokens)[:, :-1]) < 1e-6
+
+    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
+        config: Any = getattr(child, "config", None) or self.config
+        parameters = getattr(config, "rope_parameters", None)
+        if kind is not None and isinstance(parameters, Mapping):
+            parameters = parameters.get(kind)
+        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+            return []
+        buffer = f"{kind}_inv_freq" if kind else "inv_freq"
+        factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
+        return [
+            Rotary(
+                f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
+                getattr(config, "max_position_embeddings", None), values, float(factor),
+                lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
+            )
+        ]  # fmt: skip
 
 
 def _signature(model: Any) -> set[str]:

@@ -115,16 +115,6 @@ class _CausalLM(PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _init_weights(self, module: Any) -> None:
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=TOKEN_STD)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # but one of its own
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         scheme: Any = self.decoder.scheme  # which may have been extended meanwhile
         entry = described(scheme)
@@ -194,6 +184,16 @@ class _CausalLM(PreTrainedModel):
         from transformers import Cache
 
         return Cache(layers=[state_class()() for _ in self.decoder.blocks])
+
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=TOKEN_STD)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # but one of its own
 
     def _features(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Tensor:
         """Inputs of the head ``[b t m]``; updates the cache."""
