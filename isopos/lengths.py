@@ -420,7 +420,7 @@ def search(
         kept = kept[: max(1, (population + 1) // 2)]
         new = [draw.choice(kept).changed(draw, critical, factor, most) for _ in range(population - len(kept))]
         mates = [[b for b in kept if b.critical == a.critical] for a in kept]
-        new += [a.mixed(draw.choice(own), draw) for a, own in zip(kept, mates, strict=True) if len(own) > 1]
+        new += [a.mixed(draw.choice(partners), draw) for a, partners in zip(kept, mates, strict=True) if len(partners) > 1]
         kept = sorted({*kept, *new}, key=lambda gene: (scored(gene), gene))
     if scored(kept[0]) == math.inf:
         raise ValueError("score: expected finite numbers, got none for all rules")

@@ -273,8 +273,8 @@ class Trunk(nn.Module, ABC):
         """Each layer's arguments of attention at positions, for features like x; with states, to continue streams."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if states is None:
-            place = self.positions_for
-            return self.per_layer(lambda n, scheme: scheme.at(place(scheme, positions), group=group, dtype=dtype))
+            positions_of = self.positions_for
+            return self.per_layer(lambda n, scheme: scheme.at(positions_of(scheme, positions), group=group, dtype=dtype))
         at = self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), state=states[n], dtype=dtype))
         return tuple(arguments.of(state) for arguments, state in zip(at, states, strict=True))
 

@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
     importlib.import_module(f"{__name__}.attention").register()
     exported = {
         name: getattr(part, name)
-        for part in (importlib.import_module(f"{__name__}.{own}") for own in _PARTS)
+        for part in (importlib.import_module(f"{__name__}.{name_of_part}") for name_of_part in _PARTS)
         for name in part.__all__
     }
     return exported[name]

@@ -141,8 +141,8 @@ def read_images(
         shape = (1 if grey else survey.channels, height, width)
         preparation = Preparation((files,), root, progressing, [stamp], survey.sha256)
         arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
-    order, labels, place = arrays["rows"].T
-    splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
+    order, labels, split_number = arrays["rows"].T
+    splits = {split: order[split_number == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
     by_row[order] = labels
     skipped = [*survey.left, *arrays.facts["left"]]

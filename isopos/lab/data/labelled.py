@@ -118,7 +118,7 @@ def table_rows(
             columns_read = [column_index(name, titles, one) for one in wanted]
             if named:
                 continue
-        *values, cell_of_label = (cells[place] for place in columns_read)
+        *values, cell_of_label = (cells[column] for column in columns_read)
         start = 1 + sum(len(cell) + 1 for cell in cells[: columns_read[0]]) if name.lower().endswith(".tsv") else 1
         yield Row(tuple(values), _label(cell_of_label, name, line), name, line, start)
 

@@ -121,7 +121,7 @@ def _read(
         if mixed or (seconds and now <= seconds[-1]):
             what = "an offset from UTC for all times or for none" if mixed else "a time after the one above"
             raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
-        cells_read = [_value(name, line, titles[place], cells[place], place + 1) for place in columns]
+        cells_read = [_value(name, line, titles[column], cells[column], column + 1) for column in columns]
         if all(map(math.isnan, cells_read)):
             empty += 1
         else:
@@ -131,7 +131,7 @@ def _read(
     if not rows:
         raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
     zones = np.array(offsets) if any(offsets) else None
-    return Series(source, tuple(titles[place] for place in columns), np.array(seconds), np.array(rows), empty, zones)
+    return Series(source, tuple(titles[column] for column in columns), np.array(seconds), np.array(rows), empty, zones)
 
 
 def _moment(text: str, unit: str, first: float | datetime | None = None) -> float | datetime | None:
