@@ -70,6 +70,7 @@ from isopos.schemes.commuting import liere as liere
 from isopos.schemes.commuting import string as string
 from isopos.schemes.content import carope as carope
 from isopos.schemes.content import fox as fox
+from isopos.schemes.content import path as path
 from isopos.schemes.content import selective as selective
 from isopos.schemes.directional import drope as drope
 from isopos.schemes.horn import horn_clipped as horn_clipped

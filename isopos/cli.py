@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union
 __all__ = ["main"]
 
 COMMANDS = (
-    *("compare", "table", "train", "list", "check", "audit", "show"),
+    *("compare", "table", "train", "list", "recommend", "check", "audit", "show"),
     *("eval", "report", "runs", "generate", "export", "tables", "convert", "bench"),
 )
 SAVING = ("compare", "table", "train", "eval", "report", "export", "tables", "convert", "bench")  # they write files

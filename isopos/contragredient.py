@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isopos.catalog import at_least
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding
-from isopos.exact import cast_down, constant, to_float64
+from isopos.exact import cast_down, constant, is_exporting, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
 from isopos.poses import Projective, inverse_by_minors
@@ -146,7 +146,7 @@ class Projection(Contragredient):
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
         matrix = to_float64(x).unflatten(-1, (4, 4))
-        inverse = inverse_by_minors if torch.compiler.is_exporting() else torch.linalg.inv
+        inverse = inverse_by_minors if is_exporting() else torch.linalg.inv
         matrix = inverse(matrix).mT if dual else matrix
         return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 

@@ -118,6 +118,11 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which PyTorch 2.11 compiles to True outside exports, too."""
+    return torch.compiler._is_exporting_flag
+
+
 def broadcast(*shapes: torch.Size) -> torch.Size:
     """`torch.broadcast_shapes`, with a fast path for equal shapes."""
     for shape in shapes:

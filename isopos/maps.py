@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import broadcast, describe, full_precision
+from isopos.exact import broadcast, describe, full_precision, is_exporting
 from isopos.feature_maps import Phi
 from isopos.ops import rotate as ops
 from isopos.ops.slices import Axes, Slices
@@ -506,7 +506,7 @@ class Tiles(TokenMap):
     def _tiled(self, x: Tensor, matrix: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, matrix.dtype)
         rows = x.to(dtype).unflatten(-1, (-1, matrix.shape[-1]))
-        if torch.compiler.is_exporting():  # ONNX's Einsum does not broadcast
+        if is_exporting():  # ONNX's Einsum does not broadcast
             return (rows @ matrix.to(dtype).mT).flatten(-2)
         return torch.einsum("...ij,...rj->...ri", matrix.to(dtype), rows).flatten(-2)
 

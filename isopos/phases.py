@@ -5,23 +5,31 @@
 Steps are log gates (`ForgetGate`) or angles (`SelectiveRotation`, `ContentFrequency`): the real and the imaginary part of
 one exponent, exp(p_t - p_s). They replace positions in causal attention. Products are float32 or wider, steps and their sums
 float64.
+
+`HouseholderProduct` is the other kind: a token contributes a matrix. Products of these depend on the order of tokens and
+need not have an inverse, so that there is no phase p_t whose differences are the products between two tokens.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.catalog import at_least
+from isopos.catalog import at_least, expect
 from isopos.exact import ExactModule, Weight, constant, full_precision, to_float64
 from isopos.maps import Composed, Identity, Rotation, TokenMap
+from isopos.ops.householder import Factors
 from isopos.ops.linear.features import Decays
 from isopos.ops.rotate import rotation_table
 
-__all__ = ["ContentFrequency", "ContentPhase", "ForgetGate", "SelectiveRotation", "cumulative", "with_phases"]
+__all__ = ["ContentFrequency", "ContentPhase", "ForgetGate", "HouseholderProduct", "Phase", "SelectiveRotation"]
+__all__ += ["Strength", "cumulative", "separated", "with_phases"]
+
+Strength = Literal["learned", "reflection"]
 
 MIN_LOG_GATE = -1000.0  # exp(-1000) is zero in every dtype, and long sums keep precision
 
@@ -158,6 +166,76 @@ class ContentFrequency(ContentPhase):
     def steps(self, content: Tensor) -> Tensor:
         power = torch.arange(self.columns, dtype=content.dtype, device=content.device)
         return torch.exp(-power * torch.log1p(-F.logsigmoid(-content)))
+
+
+class HouseholderProduct(ExactModule):
+    """A matrix of each token between key and query: H_m = I - b_m w_m w_m^T with a unit vector w_m, in the order of tokens.
+
+    score_ts = <q_t, H_t H_{t-1} ... H_{s+1} k_s>,    w_m = A k_m / |A k_m|,    b_m = 2 sigmoid(<u, k_m> + c)
+
+    k is the head's key before feature map and encoding; queries and keys are their features in linear attention. A is
+    initially the identity, u and c are zero: b is 1, and each token projects along its key, as the delta rule does. A token
+    whose A k_m is zero has H = I. |H x| <= |x| always; with strength "reflection", b is 2 and |H x| = |x|.
+
+    Args:
+        features: d of keys.
+        heads: h.
+        strength: "learned" for b in (0, 2), or "reflection" for b = 2, where every H is orthogonal.
+
+    References:
+        PaTH Attention: Position Encoding via Accumulating Householder Transformations (Yang et al. 2025), where w reads the
+        layer's input through a matrix of low rank and a convolution over three tokens, and b reads the input.
+        https://arxiv.org/abs/2505.16381
+
+    Examples:
+        >>> product = HouseholderProduct(2, 1)
+        >>> vector, strength = product(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]]))
+        >>> vector.tolist(), strength.tolist()
+        ([[[0.6000..., 0.8000...], [0.0, 0.0]]], [[1.0, 1.0]])
+    """
+
+    def __init__(self, features: int, heads: int, strength: Strength = "learned"):
+        super().__init__()
+        expect("strength", strength, get_args(Strength))
+        self.features, self.heads, self.strength = at_least("features", features), heads, strength
+        identity = torch.eye(features, device="cpu", dtype=torch.float64)
+        self.parametrise("weight", identity.repeat(heads, 1, 1), learned=True)
+        learned = strength == "learned"
+        self.gate = Weight(torch.zeros(heads, features, device="cpu", dtype=torch.float64)) if learned else None
+        self.bias = Weight(torch.zeros(heads, device="cpu", dtype=torch.float64)) if learned else None
+
+    def forward(self, k: Tensor, mask: Tensor | None = None) -> Factors:
+        """Matrices of keys ``[*b h t d]``, float32 or wider; the identity where a mask ``[*b t]`` is False."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        k = torch.where(k.isfinite(), k, 0).to(dtype)  # NaN containment
+        with full_precision(k.device):
+            vector = _normalised(k @ self.parameter.to(dtype).mT)
+            if self.gate is None or self.bias is None:
+                strength = torch.full_like(vector[..., 0], 2)
+            else:
+                content = (k @ self.gate.parameter.to(dtype)[..., None])[..., 0]
+                strength = 2 * torch.sigmoid(content + self.bias.parameter.to(dtype)[:, None])
+        return Factors(vector, strength if mask is None else torch.where(mask[..., None, :], strength, 0))
+
+
+Phase: TypeAlias = ContentPhase | HouseholderProduct
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """x / |x|, and zero with a zero gradient where x is zero. Squares neither overflow nor vanish."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    known = (largest > 0) & largest.isfinite()
+    x = torch.where(known, x / torch.where(known, largest, 1), 1)
+    return torch.where(known, x / x.norm(dim=-1, keepdim=True), 0)
+
+
+def separated(phases: Iterable[Phase]) -> tuple[list[ContentPhase], HouseholderProduct | None]:
+    """The phases that add up, and the one product of matrices, if any; ValueError for several."""
+    sums = [phase for phase in phases if isinstance(phase, ContentPhase)]
+    products = [phase for phase in phases if isinstance(phase, HouseholderProduct)]
+    if len(products) > 1:
+        raise ValueError(f"phases: expected at most one Householder product, got {len(products)}")
+    return sums, products[0] if products else None
 
 
 def cumulative(

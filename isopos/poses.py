@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
-from isopos.exact import to_float64
+from isopos.exact import is_exporting, to_float64
 from isopos.positions import Group
 
 __all__ = ["Projective", "cameras"]
@@ -196,7 +196,7 @@ def _corner(like: Tensor) -> Tensor:
 
 def _inverses(matrix: Tensor) -> Tensor:
     """Inverses of matrices ``[*b t 4 4]``; ValueError if one is nearly singular, on the CPU and outside a compiler."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return inverse_by_minors(matrix)
     if matrix.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.linalg.inv(matrix)

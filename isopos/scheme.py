@@ -22,7 +22,7 @@ from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, featur
 from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
 from isopos.parallel import Shards, joined, shards
-from isopos.phases import ContentFrequency, ContentPhase, ForgetGate, SelectiveRotation
+from isopos.phases import ContentFrequency, ForgetGate, HouseholderProduct, Phase, SelectiveRotation
 from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 from isopos.terms import Indexed, Term
@@ -107,7 +107,8 @@ class Scheme(nn.Module):
         attention: `Linear` or `Softmax` with their options, or "linear" or "softmax" for the defaults.
         decay: A name of `decays.RATES` or a `Decay`, for positions on a line; "forget" or a `ForgetGate`, content-dependent
             gates for causal attention; or "none".
-        turn: Content-dependent rotation for causal attention, in place of an encoding of positions, or None.
+        turn: Content-dependent rotation, or product of matrices, for causal attention, in place of an encoding of
+            positions; or None.
         embedding: Absolute positions to add to the token embeddings, or None.
         bias: Relative terms, or None. Linear attention accepts `ClippedKeys` only.
         width: Queries and keys have `width` times the head size features, by wider projections.
@@ -130,7 +131,7 @@ class Scheme(nn.Module):
 
     decay: Decay | None
     forget: ForgetGate | None
-    turn: SelectiveRotation | ContentFrequency | None
+    turn: SelectiveRotation | ContentFrequency | HouseholderProduct | None
     origin: tuple[str, dict[str, Any]] | None = None  # name and arguments of the registered function
     transport = False
 
@@ -141,7 +142,7 @@ class Scheme(nn.Module):
         *,
         attention: Linear | Softmax | AttentionName = "linear",
         decay: str | Decay | ForgetGate = "none",
-        turn: SelectiveRotation | ContentFrequency | None = None,
+        turn: SelectiveRotation | ContentFrequency | HouseholderProduct | None = None,
         embedding: Embedding | None = None,
         bias: RelativeBias | None = None,
         width: int = 1,
@@ -201,6 +202,8 @@ class Scheme(nn.Module):
             raise ValueError(
                 f"transport: expected False with {name}, whose maps do not return as many features as values have, got True"
             )
+        if self.bias is not None and isinstance(self.turn, HouseholderProduct):
+            raise ValueError("bias: expected None with a Householder product, which changes cached keys, got one")
         if self.inside and self.bias is not None:
             raise ValueError("inside: expected False with a relative bias, got True")
         bias = self.bias
@@ -212,7 +215,8 @@ class Scheme(nn.Module):
     def _check_linear(self, kind: Linear) -> None:
         """Raise ValueError for combinations that linear attention does not support."""
         name = type(self.encoding).__name__
-        if kind.denominator == "complex" and not (self.encoding.is_complex or self.turn is not None):
+        rotates = self.turn is not None and not isinstance(self.turn, HouseholderProduct)
+        if kind.denominator == "complex" and not (self.encoding.is_complex or rotates):
             raise ValueError(
                 f"denominator: expected 'plain', 'encoded' or 'none', since {name} rotates no pairs, got 'complex'"
             )
@@ -234,7 +238,7 @@ class Scheme(nn.Module):
         return self.encoding.group
 
     @property
-    def phases(self) -> tuple[ContentPhase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Content-dependent phases, which need causal attention."""
         return tuple(part for part in (self.forget, self.turn) if part is not None)
 

@@ -22,7 +22,7 @@ from isopos.state import State, expect_state
 
 __all__ = ["Stream", "Tables"]
 
-AHEAD = 64  # tokens whose tables are evaluated at once
+AHEAD = 64  # tokens whose tables are evaluated at once; four times as many after 256 tokens
 TABLE_SIZE = 1 << 24  # maximum of numbers in these tables
 CHUNKS = 8  # maximum of planned chunk shapes per stream
 
@@ -36,9 +36,10 @@ class Stream:
     A call is ``linear_attention(q, k, v, **scheme.at(x, state=state), causal=True, return_state=True)``, or
     `softmax_attention`; the stream keeps the state. Linear attention without gradients, options and relative terms is
     checked once for each shape, dtype and device of a call, and later calls of that shape run a plan. For one token the plan
-    evaluates the scheme at 64 positions at once and updates the sums in place: by one call of the C kernel if it serves the
-    scheme (`isopos.attention.explain`), of the Triton kernel if it is enabled (`isopos.ops.gpu`), otherwise by a few PyTorch
-    operations. Every other call is checked. Results agree up to rounding, which any encoded denominator near zero magnifies.
+    evaluates the scheme at 64 positions or more at once and updates the sums in place: by one call of the C kernel if it
+    serves the scheme (`isopos.attention.explain`), of the Triton kernel if it is enabled (`isopos.ops.gpu`), otherwise by a
+    few PyTorch operations. Every other call is checked. Results agree up to rounding, which any encoded denominator near
+    zero magnifies.
 
     Parameters of the scheme must not change between calls. `Attention` and `Block` take a stream for `at`; `Decoder.steps`
     holds one stream per layer. A copy or a pickle continues independently from the token where it was made. Several threads
@@ -227,7 +228,7 @@ class Stream:
         problem, count, weights, dtype = self._problem, 1, None, steps.sums[0].dtype
         if x is None:
             numbers, limit = sum(rho.numbers_per_token for rho in {problem.rho_q, problem.rho_k}), self.scheme.max_length
-            count = min(AHEAD, TABLE_SIZE // max(1, numbers))
+            count = min(AHEAD if self.length < 4 * AHEAD else 4 * AHEAD, TABLE_SIZE // max(1, numbers))
             count = max(1, count if limit is None else min(count, limit - self.length))
         at = self._at(problem.q, count, x, self._state)
         rho_q, rho_k = pair(at["isometry"])
@@ -258,7 +259,7 @@ def _column(decay: Tensor | None) -> Tensor | None:
 
 def _is_plannable(problem: LinearProblem) -> bool:
     """Whether outputs are sums divided by a denominator and nothing more; plans do no other operations."""
-    extras = (problem.window, problem.segments, problem.phase, problem.mask, problem.outward)
+    extras = (problem.window, problem.segments, problem.phase, problem.product, problem.mask, problem.outward)
     simple = problem.denominator != "complex" and problem.groups == 1 and problem.layout == "bhtd"
     return simple and not (problem.terms or problem.empty) and all(x is None for x in extras)
 

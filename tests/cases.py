@@ -27,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
 HEAD_DIM, HEADS = 8, 2
 TOLERANCE = 2048  # times the dtype's eps, relative to the largest magnitude expected
 SOFTMAX_ONLY = ("shaw", "transformer-xl", "t5", "deberta", "kerple", "fire")
-STEPS = ("fox", "selective", "carope")
+STEPS = ("fox", "selective", "carope", "path")
 ATTENTION = {"linear": linear_attention, "softmax": softmax_attention}
 DEFINITIONS, quadratic, softmax_by_definition = reference.DEFINITIONS, reference.linear, reference.softmax
 LINEAR_OPTIONS = {"feature_map", "denominator", "original", "inside"}
@@ -259,6 +259,7 @@ SCHEMES = [
         "selective", ("", {}), ("forget", {"decay": "forget", "base": 100.0}), ("half", {"layout": "half"}), directed=False
     ),
     *_rows("carope", ("", {}), ("forget", {"decay": "forget", "base": 50.0}), ("half", {"layout": "half"}), directed=False),
+    *_rows("path", ("", {}), ("forget", {"decay": "forget"}), ("reflection", {"strength": "reflection"}), directed=False),
     *_rows("retnet", ("", {}), ("original", {"original": True, "frequencies": "torchscale"})),
     *_rows("cosformer", ("", {}), ("length", {"length": 5000, "denominator": "plain"}), directed=False),
     *_rows("ape-sequence", ("", {}), ("decay", {"decay": _learned_decay, "denominator": "encoded"}), IDENTITY, LOCAL),
@@ -299,6 +300,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
     "fox": {"forget.weight", "forget.bias.weight"},
     "selective": {"turn.weight", "turn.bias.weight"},
     "carope": {"turn.weight", "turn.bias.weight"},
+    "path": {"turn.weight", "turn.gate.weight", "turn.bias.weight"},
     "harope": {"encoding.generator", "encoding.stretch.weight"},
     "ape-sequence": {"encoding.generator"},
     "ape-absolute": {"encoding.encoding.generator"},
@@ -308,6 +310,7 @@ LEARNED = {  # by scheme, the names of its weights in files, which stay what the
 STORED = {  # of options
     **{name: set() for name in ("string-fixed", "comrope-pairs-fixed", "grape-fixed", "liere-fixed")},
     "wire": {"encoding.frequency"},
+    "path-reflection": {"turn.weight"},
     "rope-learned": {"encoding.frequency"},
     "string-circulant": {"encoding.generator"},
     "comrope-axial": {"encoding.generator"},

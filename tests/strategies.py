@@ -70,6 +70,7 @@ SMALL = "--data text.txt --length 16 --layers 1 --model-dim 8 --heads 2 --valida
 DONE = f"train quickstart --scale tiny --steps 2 --save-every 1 {SMALL}"
 COMMANDS = (
     "list",
+    "recommend images",
     "runs runs",
     "check rope --head-dim 8 --heads 2 --dtype float32",
     "check own:encoding",

@@ -27,7 +27,7 @@ from isopos.feature_maps import undivided
 from isopos.kinds import Linear, Softmax
 from isopos.positions import Line, grid, sequence
 
-ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere", "fox", "selective", "carope")
+ABSOLUTE = ("sinusoidal", "learned", "shiv-quirk", "ape-absolute", "fire", "liere", "fox", "selective", "carope", "path")
 RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
 EXACT = [case for case in RELATIVE if not case.inside]
 ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps

@@ -9,6 +9,7 @@ from structures import pairs
 from torch import nn
 
 from isopos import schemes
+from isopos.exact import is_exporting
 from isopos.models import Decoder
 from isopos.ops.linear import graph
 from isopos.positions import Line, sequence
@@ -184,3 +185,7 @@ def test_a_traced_model_takes_other_lengths(kind, options):
     for t in (6, 12, 70, 200):
         tokens = torch.randint(50, (2, t))
         close(traced(tokens), model(tokens), roundings=64)
+
+
+def test_compiled_code_is_no_export():
+    assert torch.compile(lambda x: x + is_exporting(), backend="eager", fullgraph=True)(torch.zeros(1)).item() == 0

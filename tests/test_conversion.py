@@ -26,6 +26,7 @@ SCHEMES = {  # with a window, or none
     "lrpe-unitary": ({}, 30),
     "horn-clipped": ({}, None),
     "selective": ({}, 4),
+    "path": ({}, 4),
 }
 
 

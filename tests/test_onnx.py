@@ -25,6 +25,7 @@ from isopos.ops.linear.features import ALL_READY, Sums
 
 REFUSED = {  # by scheme, the operation without which it cannot be evaluated
     "liere": r"aten\.linalg_matrix_exp",
+    "path": r"aten\.linalg_solve_triangular",
     "ape-tree": r"isopos\.tree_path",
     "ape-product": r"isopos\.tree_path",
 }

@@ -1223,6 +1223,7 @@ DEFAULTS = """
     liere: linear elu+1 plain none, axes=2 base=10000.0 learned=True seed=0
     fox: linear elu+1 plain forget
     selective: linear elu+1 plain none, base=10000.0 layout=interleaved
+    path: linear elu+1 plain none, strength=learned
     kerple: softmax softmax softmax none, kernel=log seed=0
     fire: softmax softmax softmax none, width=32 length=512.0 seed=0
     pope: linear elu+1 plain none, base=10000.0

@@ -119,6 +119,12 @@ AUTHORS = {
         "angles depend on content alone",
     ),
     "carope": Code("no code"),
+    "path": Code(
+        "fla-org/flash-linear-attention",
+        "vectors read the layer's input through a matrix of rank 32 and a convolution over three tokens with SiLU, and "
+        "strengths read the input, with separate weights per layer; forget gates are scaled as logits are; softmax "
+        "attention only",
+    ),
     "drope": Code("no code"),
     "horn-constrained": Code(HORN, "the stabiliser of keys is a maximum over the whole batch"),
     "horn-clipped": Code(

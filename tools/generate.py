@@ -2,8 +2,8 @@
 
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
-docs/transformers.md (models of tests/families.py), docs/performance.md and docs/results/README.md (summaries of their
-tables).
+docs/transformers.md (models of tests/families.py), docs/performance.md, docs/results/README.md and docs/choosing.md
+(summaries of tables of results; isopos/lab/reports/recommendations.json has the figures of the last).
 """
 
 import re
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import isopos
 from isopos.audit import CHECKS
+from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
-from tools import performance_page, results_page, schemes_page
+from tools import choosing_page, performance_page, results_page, schemes_page
 from tools.pages import ROOT
 
 __all__ = ["COMMAND", "generated"]
@@ -43,6 +44,9 @@ def generated() -> Iterator[tuple[Path, str]]:
     tables = results_page.read_all()
     results = {"folders": results_page.folders(tables), "findings": results_page.findings(tables)}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
+    asked = choosing_page.questions(tables)
+    yield recommendations.FILE, choosing_page.content(asked)
+    yield ROOT / "docs" / "choosing.md", _filled("docs/choosing.md", {"answers": choosing_page.answers(asked)})
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
     yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md

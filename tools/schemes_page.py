@@ -51,10 +51,11 @@ and keys is positive, with the default features.
 """
 LAWS = """\
 The laws are {every}. `isopos.laws` defines them, and `isopos check` prints the figures. {steps} applies to
-content-dependent positions, which are causal only: their weights depend on the tokens between query and key. Some laws
-apply to isometries or to lines only; "all but" names laws that do not hold or do not apply. **direction**: scores
-distinguish the query from the key, once learned tables are not zero. **repeats**: the number of positions after which
-an encoding repeats, with {head_dim} features and {heads} heads.
+content-dependent positions, which are causal only: their weights depend on the tokens between query and key. For `path`,
+bounded and unitary concern the product of matrices between two tokens, which is unitary with `strength=reflection`, and
+never increases a norm otherwise. Some laws apply to isometries or to lines only; "all but" names laws that do not hold or
+do not apply. **direction**: scores distinguish the query from the key, once learned tables are not zero. **repeats**: the
+number of positions after which an encoding repeats, with {head_dim} features and {heads} heads.
 """
 OPTIONS = """\
 Every scheme also takes {choices}. The table shows the defaults, for linear attention if the scheme supports it. The
@@ -69,9 +70,9 @@ In isopos rows come before columns, positions count tokens or patches from 0, an
 parameters unless a model is given a list with one scheme per layer.
 """
 ABSENT = """\
-The schemes above map queries and keys before their scores are computed, by an isometry of each, a log decay or a term of the
-offset. Encodings that depend on the scores have no such form, no linear attention and no law of positions. They are not
-included:
+The schemes above map queries and keys before their scores are computed, by an isometry of each, a log decay, matrices of
+the tokens between or a term of the offset. Encodings that depend on the scores have no such form, no linear attention and
+no law of positions. They are not included:
 
 - CoPE (Golovneva et al. 2024, arXiv 2405.18719): a position is the sum of sigmoid(<q, k>) over the keys between, so that
   each query has separate positions.
@@ -81,13 +82,6 @@ included:
 - TAPA (Yu et al. 2025, arXiv 2509.12635): a score is <q, k> of some features times the cosine of a power of |t| times a
   phase, a quadratic form of q and k. The phase belongs to the pair, so that no map of q and no map of k give the cosine. It
   is relative, and needs all pairs, in softmax attention only.
-
-PaTH (Yang et al. 2025, arXiv 2505.16381) depends on the tokens between query and key, as `selective` does, by a product of
-matrices I - b w w^T with b between 0 and 2 and a unit vector w of each token. Three things here are missing for it: phases
-add up, while these products depend on the order of tokens; only at b = 2 is the matrix an isometry, and at b = 1 it has no
-inverse, so that a query's and a key's map do not exist apart from each other; and a new token changes every cached key, or
-in linear attention multiplies the state by a matrix, while caches here keep what they hold and states shrink by a number
-per head. It needs kernels of its own, as flash-linear-attention has.
 """
 COMPLETE = """\
 Every score on a line that depends on the offset t = y - x only, and factors into finitely many features of x and of y,

@@ -14,15 +14,15 @@ from isopos.exact import broadcast, float64_device
 from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
 from isopos.parallel import Shards
-from isopos.phases import ContentPhase
+from isopos.phases import ContentPhase, HouseholderProduct, Phase
 from isopos.state import State
 from isopos.terms import Term
 
 __all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
 __all__ += ["check_decay", "check_denominator", "check_feature_map", "check_group", "check_inputs", "check_isometry"]
 __all__ += ["check_leading", "check_ring"]
-__all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_segments", "check_stream", "check_tensor"]
-__all__ += ["check_term", "check_transport"]
+__all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_product", "check_segments", "check_stream"]
+__all__ += ["check_tensor", "check_term", "check_transport"]
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
@@ -207,18 +207,18 @@ def check_transport(transport: tuple[TokenMap, TokenMap], q: Tensor, v: Tensor, 
             )
 
 
-def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: bool, heads: int, key_heads: int) -> None:
+def check_phases(phases: Sequence[Phase], q: Tensor, k: Tensor, causal: bool, heads: int, key_heads: int) -> None:
     """TypeError or ValueError if content-dependent phases do not fit queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     if not causal:
         raise ValueError(
-            "causal: expected True with content-dependent phases (forget gates, selective rotation), which add up from a "
-            "key to a later query, got False"
+            "causal: expected True with content-dependent phases (forget gates, selective rotation, Householder products), "
+            "which run from a key to a later query, got False"
         )
     if t > s:
         raise ValueError(f"phases: expected no more queries than keys, from which steps are read, got {t} and {s}")
     for part in phases:
-        if not isinstance(part, ContentPhase):
+        if not isinstance(part, ContentPhase | HouseholderProduct):
             raise TypeError(f"phases: expected those of isopos.phases, got {type(part).__name__}")
         if part.features != k.shape[-1] or part.heads not in (1, key_heads, heads):
             raise ValueError(
@@ -226,6 +226,18 @@ def check_phases(phases: Sequence[ContentPhase], q: Tensor, k: Tensor, causal: b
                 f"{part.features} and {part.heads}"
             )
         check_tensor("phases", part.parameter, q)
+
+
+def check_product(product: HouseholderProduct | None, terms: Sequence[Term], group: bool) -> None:
+    """ValueError for arguments that do not go with a Householder product."""
+    if product is None:
+        return
+    if terms:
+        raise ValueError(f"terms: expected none with a Householder product, which changes cached keys, got {len(terms)}")
+    if group:
+        raise ValueError(
+            "group: expected none with a Householder product, which carries keys over all later tokens, got one"
+        )
 
 
 def check_feature_map(phi: Phi | None) -> None:

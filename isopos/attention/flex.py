@@ -53,6 +53,8 @@ def refuses(problem: SoftmaxProblem) -> str:
         return "computes in float32"
     if problem.q.is_cuda and min(widths) < LEAST:
         return f"takes {LEAST} features and more, not {min(widths)}"
+    if problem.product is not None:
+        return "knows no Householder product"
     if problem.state is not None:
         return "is not made for streams"
     if len(problem.batch) - (problem.groups > 1) > 2:

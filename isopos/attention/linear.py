@@ -14,9 +14,10 @@ from isopos.deprecation import former_argument
 from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
-from isopos.ops import linear
+from isopos.ops import householder, linear
+from isopos.ops.linear.containment import contained
 from isopos.ops.linear.features import ALL_READY, READY, Features, Past, Sums, with_ones
-from isopos.phases import ContentPhase
+from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
 
@@ -39,7 +40,7 @@ def linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    phases: Sequence[ContentPhase] | None = None,
+    phases: Sequence[Phase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -65,7 +66,8 @@ def linear_attention(
         decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
             a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
         phases: Content-dependent phases, with `causal`: `isopos.phases.ForgetGate` adds to g,
-            `isopos.phases.SelectiveRotation` to rho. Masked tokens add nothing.
+            `isopos.phases.SelectiveRotation` to rho; `isopos.phases.HouseholderProduct` multiplies features of keys, which a
+            plain denominator leaves out. Masked tokens add nothing.
         denominator: "plain" divides by the sum without rho (RoFormer, Eq. 19: positive if phi is), "encoded" by the sum with
             rho (PermuteFormer, Eq. 11; LRPE, Eq. 38: positive only if rho keeps positive vectors positive). None does not
             divide. "complex" treats feature pairs (2i, 2i+1) as complex numbers, divides the complex sum by the complex
@@ -134,6 +136,8 @@ def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]
     with full_precision(q.device):
         if problem.empty:
             out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
+        elif problem.product is not None:
+            out, after = _with_product(problem, problem.product)
         elif problem.state is not None:
             out, after = _streamed(problem, problem.state)
         elif problem.shards is not None:
@@ -176,7 +180,7 @@ def naive_linear_attention(
     isometry: IsometryPair = None,
     feature_map: Phi | None = None,
     decay: DecayPair = None,
-    phases: Sequence[ContentPhase] | None = None,
+    phases: Sequence[Phase] | None = None,
     denominator: str | None = "plain",
     causal: bool = False,
     mask: Tensor | None = None,
@@ -198,7 +202,8 @@ def naive_linear_attention(
     problem = check_naive(q, k, v, checked | {"feature_map": feature_map, "denominator": denominator})
     options: dict[str, Any] = {"feature_map": feature_map, "denominator": denominator, "causal": causal, "mask": mask}
     promoted = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (problem.q, problem.k, problem.v))
-    out = reference.linear(*promoted, isometry=(problem.rho_q, problem.rho_k), decay=problem.decay, **options)
+    options |= {"decay": problem.decay, "product": problem.product}
+    out = reference.linear(*promoted, isometry=(problem.rho_q, problem.rho_k), **options)
     return restored(out.to(q.dtype), problem)
 
 
@@ -207,7 +212,7 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
     (phi_q, phi_k), mask, state, form = sides(problem.phi), problem.mask_of_keys, problem.state, problem.denominator
     rho_q, rho_k = (None if isinstance(rho, Identity) else rho for rho in (problem.rho_q, problem.rho_k))
     dtype = torch.promote_types(problem.q.dtype, torch.float32)
-    unrotated = form == "plain" and (rho_q is not None or rho_k is not None)
+    unrotated = form == "plain" and (rho_q is not None or rho_k is not None or problem.product is not None)
     features = (
         Features(phi_q, rho_q, _kinds(rho_q), None, unrotated, dtype),
         Features(phi_k, rho_k, _kinds(rho_k), mask, unrotated, dtype),
@@ -277,6 +282,11 @@ def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
     if values is not None:
         total, of_terms = with_terms_of_stream(total, values, problem, state)
         after |= of_terms
+    return _divided(total, problem), _next(problem, state, after)
+
+
+def _next(problem: LinearProblem, state: State, after: dict[str, Tensor]) -> State:
+    """The state after the tokens of a stream, from its sums."""
     if problem.decay is not None:
         after["decay"] = problem.decay[1][..., -1].expand(problem.of_keys).clone()  # a view would keep all tokens in memory
     if problem.segments is not None:
@@ -284,4 +294,29 @@ def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:
         after["segment"] = last.expand(torch.broadcast_shapes(last.shape, problem.of_keys[:-1])).clone()
     if problem.phase is not None:
         after["path"] = problem.phase.expand(*problem.of_keys, -1).clone()
-    return _divided(total, problem), state.next(problem.kind, **after)
+    return state.next(problem.kind, **after)
+
+
+def _with_product(problem: LinearProblem, product: householder.Factors) -> tuple[Tensor, State]:
+    """The output with a Householder product between keys and queries, and the state after the tokens."""
+    before, made = problem.state, sums_of(problem)
+    width, past = product.vector.shape[-1], Past() if made.stream is None else made.stream
+
+    def run(sums: Sums) -> tuple[Tensor, list[Tensor]]:
+        (q, k, v), *unrotated = sums.triples()
+        if q.shape[-1] != width:
+            raise ValueError(
+                f"feature_map: expected one that returns {width} features, in which the Householder product acts, got one "
+                f"that returns {q.shape[-1]}"
+            )
+        total, state = householder.linear(q, k, v, product, sums.g, past.sums[0] if past.sums else None, past.before)
+        states = [state]
+        for q, k, v in unrotated:
+            plain = Sums(q, k, v, ALL_READY, sums.g, True, None, Past(past.sums[1:], past.before))
+            denominator, (state,) = linear.stream(plain)
+            total, states = torch.cat((total, denominator), -1), [*states, state]
+        return total if problem.denominator is None else linear.divide(total), states
+
+    out, states = run(made)
+    out = contained(made, out, lambda clean: run(clean)[0])
+    return out, State() if before is None else _next(problem, before, {f"sum{n}": x for n, x in enumerate(states)})

@@ -18,9 +18,10 @@ from isopos.catalog import at_least
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import TokenMap
+from isopos.ops.householder import Factors
 from isopos.ops.linear.features import Decays
 from isopos.parallel import Shards, shards
-from isopos.phases import ContentPhase, cumulative, with_phases
+from isopos.phases import ContentPhase, Phase, cumulative, separated, with_phases
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
@@ -33,7 +34,7 @@ class Options(TypedDict, total=False):
 
     isometry: IsometryPair
     decay: DecayPair
-    phases: Sequence[ContentPhase] | None
+    phases: Sequence[Phase] | None
     causal: bool
     terms: Sequence[Term] | None
     mask: Tensor | None
@@ -84,6 +85,7 @@ class Problem:
             heads.
         segments: Ids of queries and keys; the former may be the ids of all keys.
         phase: Content-dependent phases of the last token ``[*b h c]``.
+        product: Householder-like maps of the tokens of k.
         layout: Layout of the caller's queries and of the output; tensors here are ``[*b h t d]``.
         groups: Number of neighbouring query heads that share a key head, the first axis of queries; 1 without groups.
         outward: Map of outputs, for transported values; `v` is mapped already.
@@ -105,6 +107,7 @@ class Problem:
     state: State | None
     window: int | None
     phase: Tensor | None
+    product: Factors | None
     layout: str
     shards: Shards | None = None
     groups: int = 1
@@ -283,7 +286,8 @@ def _shared(
         state = state or State()
     if (transport := options.get("transport")) is not None:
         checks.check_transport(transport, q, v, batch)
-    ids, window, phases, phase = options.get("segment_ids"), options.get("window"), options.get("phases") or (), None
+    ids, window, phases = options.get("segment_ids"), options.get("window"), options.get("phases") or ()
+    phase = product = None
     if window is not None:
         window = at_least("window", window)
         apart = state is not None or known is not None
@@ -291,13 +295,17 @@ def _shared(
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
         checks.check_phases(phases, q, k, causal, heads, key_heads)
+        sums, of_product = separated(phases)
+        checks.check_product(of_product, terms, known is not None)
         shared = heads != key_heads and any(part.heads == heads for part in phases)  # one step per query head
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
-        total, phase = _totals(phases, keys, mask, path if state is None else state["path"])
-        (rho_q, rho_k), decay = with_phases(phases, total, (rho_q, rho_k), decay, q)
+        product = None if of_product is None else of_product(keys, mask)
+        if sums:
+            total, phase = _totals(sums, keys, mask, path if state is None else state["path"])
+            (rho_q, rho_k), decay = with_phases(sums, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
-    common = (q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, layout, known)
-    return kind(*common, **more)
+    common = (q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, product)
+    return kind(*common, layout, known, **more)
 
 
 def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -327,6 +335,15 @@ def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:
         raise ValueError(
             f"window: expected none in a stream of linear attention, whose sums forget no token, got {problem.window}; "
             "give it the last window - 1 keys and values again, before those of the new tokens, or use softmax_attention"
+        )
+    if problem.product is not None and problem.window is not None:
+        raise ValueError(
+            f"window: expected none with a Householder product in linear attention, got {problem.window}; use "
+            "softmax_attention"
+        )
+    if problem.product is not None and problem.denominator == "complex":
+        raise ValueError(
+            "denominator: expected 'plain', 'encoded' or None with a Householder product, which has no pairs, got 'complex'"
         )
     for term in terms:
         if not isinstance(term, Clipped) or term.side != "query":
@@ -362,6 +379,7 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
     leading = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
     leading += [("terms", (term.heads,)) for term in problem.terms]
+    leading += [] if problem.product is None else [("phases", problem.product.vector.shape[-3:-2])]
     of_queries, of_keys = ([name for name, shape in leading if shape == (n,)] for n in (heads, key_heads))
     if of_queries and of_keys and key_heads > 1:
         raise ValueError(
@@ -412,6 +430,7 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
     optional = (
         ("decay", problem.decay),
         ("path", problem.phase),
+        ("product", problem.product),
         ("segment_ids", problem.segments),
         ("transport", problem.outward),
     )

@@ -22,8 +22,9 @@ from torch import Tensor
 from isopos.exact import cast_down
 from isopos.feature_maps import Phi, identity, sides, undivided
 from isopos.maps import Identity, TokenMap
+from isopos.ops.householder import Factors, naive_scores
 from isopos.ops.linear.division import EPS
-from isopos.phases import ContentPhase, cumulative, with_phases
+from isopos.phases import Phase, cumulative, separated, with_phases
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
 __all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
@@ -40,7 +41,7 @@ def linear(
     isometry: Maps = None,
     feature_map: Phi | None = None,
     decay: Pair = None,
-    phases: Sequence[ContentPhase] = (),
+    phases: Sequence[Phase] = (),
     denominator: str | None = "plain",
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -48,6 +49,7 @@ def linear(
     window: int | None = None,
     segment_ids: Pair = None,
     transport: tuple[TokenMap, TokenMap] | None = None,
+    product: Factors | None = None,
 ) -> Tensor:
     """Linear attention of q ``[*b h t d]``, k ``[*b h s d]`` and v ``[*b h s e]``: ``[*b h t e]``.
 
@@ -58,7 +60,8 @@ def linear(
     """
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
+    (rho_q, rho_k), decay, of_phases = _mapped(isometry, decay, phases, q, k, mask)
+    product = product or of_phases
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
@@ -72,7 +75,7 @@ def linear(
         x, y = (weight.sum(-1, keepdim=True) for weight in (real, imaginary))
         return outward((real @ v * x + imaginary @ v * y) / (x.square() + y.square()).clamp_min(EPS**2))
     added = sum(scores(term, q, k, phi) for term in terms)
-    weight = (rho_q(q) @ rho_k(k).mT + added) * factor
+    weight = (_scores(rho_q(q), rho_k(k), product) + added) * factor
     if denominator is None:
         return outward(weight @ v)
     total = (weight if denominator == "encoded" else (q @ k.mT + added) * factor).sum(-1, keepdim=True)
@@ -86,7 +89,7 @@ def softmax(
     *,
     isometry: Maps = None,
     decay: Pair = None,
-    phases: Sequence[ContentPhase] = (),
+    phases: Sequence[Phase] = (),
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] = (),
@@ -100,9 +103,9 @@ def softmax(
     """Softmax attention, with the shapes of `linear`. A query without keys has a zero row."""
     k, v = (_without(x, mask) for x in (k, v))
     v, outward = (v, Identity()) if transport is None else (transport[0](v), transport[1])
-    (rho_q, rho_k), decay = _mapped(isometry, decay, phases, q, k, mask)
+    (rho_q, rho_k), decay, product = _mapped(isometry, decay, phases, q, k, mask)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    logits = scale * rho_q(q) @ rho_k(k).mT
+    logits = scale * _scores(rho_q(q), rho_k(k), product)
     if locality is not None:
         logits = logits * locality[..., None, :, :]
     for term in terms:
@@ -121,11 +124,17 @@ def softmax(
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
-def _mapped(isometry: Maps, decay: Pair, phases: Sequence[ContentPhase], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
-    """Maps and log decays of queries and keys, including content-dependent phases."""
-    rho_q, rho_k = (rho or Identity() for rho in _pair(isometry))
+def _mapped(isometry: Maps, decay: Pair, phases: Sequence[Phase], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
+    """Maps and log decays of queries and keys, including content-dependent phases, and Householder-like maps between."""
+    maps: Any = tuple(rho or Identity() for rho in _pair(isometry))
     decay = None if decay is None else _pair(decay)
-    return with_phases(phases, cumulative(phases, k, mask), (rho_q, rho_k), decay, q) if phases else ((rho_q, rho_k), decay)
+    sums, product = separated(phases)
+    maps, decay = with_phases(sums, cumulative(sums, k, mask), maps, decay, q) if sums else (maps, decay)
+    return maps, decay, None if product is None else product(k, mask)
+
+
+def _scores(q: Tensor, k: Tensor, product: Factors | None) -> Tensor:
+    return q @ k.mT if product is None else naive_scores(q, k, product)
 
 
 def divides_out(denominator: str | None, rho_q: TokenMap, rho_k: TokenMap) -> bool:

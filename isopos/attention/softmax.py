@@ -15,9 +15,10 @@ from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softm
 from isopos.deprecation import former_argument
 from isopos.exact import full_precision
 from isopos.maps import Identity
+from isopos.ops import householder
 from isopos.ops.library import watched
 from isopos.ops.linear.containment import finite, joined, nonfinite
-from isopos.phases import ContentPhase
+from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
 
@@ -41,7 +42,7 @@ def softmax_attention(
     *,
     isometry: IsometryPair = None,
     decay: DecayPair = None,
-    phases: Sequence[ContentPhase] | None = None,
+    phases: Sequence[Phase] | None = None,
     scale: float | None = None,
     causal: bool = False,
     terms: Sequence[Term] | None = None,
@@ -154,7 +155,8 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
     added, locality = problem.attn_mask, problem.locality
     unmasked = mask is None and problem.segments is None and added is None and problem.window is None
-    plain = len(problem.terms) == 0 and problem.decay is None and locality is None  # Dynamo has no `not` of a tuple
+    formed = locality is not None or problem.product is not None  # scores, in memory
+    plain = len(problem.terms) == 0 and problem.decay is None and not formed  # Dynamo has no `not` of a tuple
     if plain and unmasked and (not causal or t == s):
         return F.scaled_dot_product_attention(rho_q(q), rho_k(k), v, dropout_p=dropout, is_causal=causal, scale=scale)
     if mask is not None:
@@ -162,7 +164,7 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
         problem = replace(problem, k=k, v=v)
     if (out := flex.attended(problem)) is not None:
         return out
-    if problem.window is not None and not problem.terms and locality is None and added is None and _splits(problem):
+    if problem.window is not None and not problem.terms and not formed and added is None and _splits(problem):
         return _by_blocks(problem)
     part = takes_part(problem)
     alive = part.any(-1, keepdim=True)
@@ -172,14 +174,15 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
             bias = added_to_logits(problem)
         bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
-    if locality is None and not of_values:
+    if not formed and not of_values:
         bias = (bias if bias.dtype == torch.bool else bias.to(q.dtype)).expand(*problem.batch, t, s)
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (rho_q(q), rho_k(k), v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         return torch.where(alive, out, 0)
     dtype = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
-        logits = scale * rho_q(q.to(dtype)) @ rho_k(k.to(dtype)).mT
+        queries, keys = scale * rho_q(q.to(dtype)), rho_k(k.to(dtype))
+        logits = queries @ keys.mT if problem.product is None else householder.scores(queries, keys, problem.product)
         logits = logits if locality is None else logits * locality.unsqueeze(-3).to(dtype)
         weight = F.dropout((logits + bias.to(dtype)).softmax(-1), dropout, training=dropout > 0)
         out = sum((term.values(weight) for term in of_values), weight @ v.to(dtype))
@@ -226,6 +229,8 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
     """The problem with all mapped keys, values and masks of the stream so far; and the state after its tokens."""
     k, v, mask, g, ids = problem.rho_k(problem.k), problem.v, problem.mask, problem.decay, problem.segments
     batch, count = problem.of_keys, k.shape[-2]
+    if (product := problem.product) is not None:  # changes cached keys with each token, so that roundings would add up
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
     if mask is not None or state["mask"] is not None:
         mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask
         if state["mask"] is None and (old := state["keys"]) is not None:
@@ -242,6 +247,10 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
         old, axis = state[name], -2 if name in ("keys", "values") else -1
         joined[name] = x if x is None or old is None else torch.cat((old, x), axis)
     k, v, mask = joined["keys"], joined["values"], joined["mask"]
+    if product is not None:
+        known = k if mask is None else torch.where(mask[..., None, :, None], k, 0)
+        with full_precision(k.device):
+            joined["keys"] = householder.carried(known, product)
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
     problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())

@@ -17,10 +17,11 @@
 
 An encoding must obey all of them, another coupling width and the laws of scores: relative, precision, batch, gradient. A
 contragredient pair must also obey homomorphism, identity and decomposable, with the transposed map of queries for rho(x)^-1;
-`unitary` is then a property. If scores are not relative, the note states the weaker law that the coupling or bias declares.
-A law does not hold if the encoding's code raises an exception. Some properties are choices, reported with the laws:
-whether scores distinguish directions, whether denominators are positive (PermuteFormer, Property 3), and the period of an
-encoding.
+`unitary` is then a property. Of a Householder product, `bounded` and `unitary` concern the matrices between tokens, and
+`unitary` is a law for reflections only. If scores are not relative, the note states the weaker law that the coupling or bias
+declares. A law does not hold if the encoding's code raises an exception. Some properties are choices, reported with the
+laws: whether scores distinguish directions, whether denominators are positive (PermuteFormer, Property 3), and the period of
+an encoding.
 """
 
 import copy
@@ -31,6 +32,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,7 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.contragredient import Contragredient
 from isopos.encodings import Coupling, Encoding
 from isopos.maps import TokenMap
+from isopos.phases import ForgetGate, HouseholderProduct
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
@@ -525,7 +528,29 @@ def _laws_of_steps(scheme: Scheme, generator: torch.Generator) -> dict[str, Call
         change = change / _largest(without)
         return Finding("seen", change > SEEN, change, "largest change of sums without content-dependent phases")
 
-    return {"path": path, "seen": seen}
+    turn = scheme.turn
+    return {"path": path, "seen": seen} | (_laws_of_product(turn, k) if isinstance(turn, HouseholderProduct) else {})
+
+
+def _laws_of_product(product: HouseholderProduct, k: Tensor) -> dict[str, Callable[[], Finding]]:
+    """`bounded` and `unitary` of a product of matrices, instead of the encoding's, which maps nothing."""
+
+    @torch.no_grad()
+    def grown() -> Tensor:
+        """Norms of keys after all later tokens, as a stream's state holds them, less their norms before."""
+        unit = torch.eye(TOKENS, dtype=torch.float64).expand(*k.shape[:-2], -1, -1)
+        options: dict[str, Any] = {"phases": (product,), "denominator": None, "causal": True, "return_state": True}
+        _, state = linear_attention(k, k, unit, **options)
+        return state["sum0"].norm(dim=-2) / k.norm(dim=-1) - 1
+
+    def bounded() -> Finding:
+        return _law("bounded", max(0.0, grown().max().item()), "largest growth of a key over the tokens after it")
+
+    def unitary() -> Finding:
+        finding = _law("unitary", _largest(grown()), "largest change of a key's norm over the tokens after it")
+        return replace(finding, is_law=product.strength == "reflection")
+
+    return {"bounded": bounded, "unitary": unitary}
 
 
 def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -552,7 +577,8 @@ def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) ->
     runs = [(v, at)]
     if (denominator := at.get("denominator")) in ("plain", "encoded"):
         numerator = at | {"denominator": None}
-        weights = numerator if denominator == "encoded" else numerator | {"isometry": None}
+        gates = [phase for phase in scheme.phases if isinstance(phase, ForgetGate)]
+        weights = numerator if denominator == "encoded" else numerator | {"isometry": None, "phases": gates}
         runs = [(v, numerator), (torch.ones_like(v[..., :1]), weights | {"transport": None})]
     return [attend(q, k, values, **options)[..., extra:, :] for values, options in runs]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
-from isopos.phases import ContentPhase
+from isopos.phases import Phase
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
@@ -68,7 +68,7 @@ class PerLayer(nn.Module):
         return self.each[0].embedding
 
     @property
-    def phases(self) -> tuple[ContentPhase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Content-dependent phases of all layers."""
         return tuple(dict.fromkeys(phase for scheme in self.each for phase in scheme.phases))
 

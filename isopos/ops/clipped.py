@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from isopos.exact import float64_device, to_float64
+from isopos.exact import float64_device, is_exporting, to_float64
 
 BLOCK = 1 << 18  # elements of prefix sums per block of the backward pass
 SPREAD = 32  # most cells of the grid of ranks per key
@@ -79,7 +79,7 @@ def buckets(x: Tensor, y: Tensor, reach: int, outside: int = 0) -> Tensor:
     index = torch.zeros(shape, dtype=torch.int64, device=x.device)
     for query, key in zip(x.unbind(-1), y.unbind(-1), strict=True):
         edges = _edges(query, reach).expand(*shape[:-1], -1)
-        if torch.compiler.is_exporting():  # ONNX has no binary search
+        if is_exporting():  # ONNX has no binary search
             digit = (edges[..., None, :] <= key[..., None, :, None]).sum(-1)
         else:
             digit = torch.searchsorted(edges.contiguous(), key[..., None, :].expand(shape).contiguous(), right=True)
@@ -139,7 +139,7 @@ def clipped(score: Tensor, v: Tensor, x: Tensor, y: Tensor, reach: int, *, outsi
         >>> clipped(before, v, x, x, reach=1).flatten()
         tensor([0., 1., 2., 3., 4., 5.])
     """
-    if torch.compiler.is_exporting():  # the sum below is no graph of PyTorch's operations
+    if is_exporting():  # the sum below is no graph of PyTorch's operations
         return clipped_naive(score, v, x, y, reach, outside=outside, causal=causal)
     _check(score, v, x, y, reach, outside)
     if score.dtype not in (torch.float32, torch.float64) or v.dtype != score.dtype:

@@ -210,11 +210,13 @@ def unreadable(*tensors: Tensor) -> str:
     """
     if watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
-    for x in tensors:
-        dense = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested
-        if not dense or x.is_neg() or not x.data_ptr():  # zero tensors have no memory
-            return "it reads plain tensors on a CPU only"
-    return ""
+    return "" if all(map(is_plain, tensors)) else "it reads plain tensors on a CPU only"
+
+
+def is_plain(x: Any) -> bool:
+    """Whether x is a dense CPU tensor that has memory."""
+    dense = type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_nested
+    return dense and not x.is_neg() and x.data_ptr() != 0  # zero tensors have no memory
 
 
 def view(x: Tensor) -> View:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import to_float64
+from isopos.exact import is_exporting, to_float64
 from isopos.ops import gpu, library
 
 BLOCK = 1 << 14  # tokens per block of angles
@@ -82,7 +82,7 @@ def exported(x: Tensor, table: Tensor) -> Tensor | None:
 
     None where it is not this operation: float64, a table per head, and other numbers of axes than ``[b h t d]``.
     """
-    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling() or not _AS_ONNX.get():
+    if not is_exporting() or torch.compiler.is_dynamo_compiling() or not _AS_ONNX.get():
         return None  # dynamo, of strict exports, does not know context variables
     shared = table.ndim < 4 or table.shape[-4] == 1  # by all heads
     if x.ndim != 4 or table.ndim > 5 or not shared or {x.dtype, table.dtype} != {torch.float32}:
@@ -268,7 +268,7 @@ def transform(x: Tensor, matrix: Tensor) -> Tensor:
 def transform_tokens(x: Tensor, matrix: Tensor) -> Tensor:
     """Apply one matrix per token ``[*b h t d' d]`` to x ``[*b h t d]``; returns their promoted dtype."""
     dtype = torch.promote_types(x.dtype, matrix.dtype)
-    if torch.compiler.is_exporting():  # ONNX's Einsum does not broadcast
+    if is_exporting():  # ONNX's Einsum does not broadcast
         return (matrix.to(dtype) @ x.to(dtype)[..., None]).squeeze(-1)
     return torch.einsum("...ij,...j->...i", matrix.to(dtype), x.to(dtype))
 

@@ -1,10 +1,10 @@
-"""Content-dependent positions: forget gates, selective rotation and CARoPE, read from keys. Causal."""
+"""Content-dependent positions: forget gates, selective rotation, CARoPE and PaTH, read from keys. Causal."""
 
 from typing import Unpack
 
 from isopos import encodings
 from isopos.encodings import rope_frequencies
-from isopos.phases import ContentFrequency, SelectiveRotation
+from isopos.phases import ContentFrequency, HouseholderProduct, SelectiveRotation, Strength
 from isopos.scheme import Choices, Scheme
 from isopos.schemes.registry import PairLayout, compose, even, laid_out, register
 
@@ -67,3 +67,28 @@ def carope(
     """
     rotation = ContentFrequency(head_dim, heads, base)
     return compose(laid_out(encodings.Identity(head_dim), layout), heads, choices, turn=rotation)
+
+
+@register(
+    citation="Yang et al. 2025, PaTH, arXiv 2505.16381",
+    equation="<q, H_x ... H_(y+1) k>, H_m = I - b_m w_m w_m^T, w_m = A k_m / |A k_m|, b_m = 2 sigmoid(<u, k_m> + c)",
+    cost="t d^2; softmax: also t^2 d",
+    extends="any group, by tokens between",
+    learns="A, u and c",
+)
+def path(head_dim: int, heads: int, *, strength: Strength = "learned", **choices: Unpack[Choices]) -> Scheme:
+    """Products of content-dependent Householder-like matrices; causal.
+
+    Each token between a key and a query, the query's included, applies a matrix that is read from its key. The paper's
+    attention is ``attention="softmax"``; ``decay="forget"`` adds forget gates, its PaTH-FoX. Streams of softmax attention
+    change every cached key with each token, at O(t d) per token; linear attention has a state of constant size, and the
+    matrices act on features, whose number the feature map must keep. The positions that a caller passes are ignored.
+
+    Softmax attention forms all scores in memory. In compiled and exported programs all tokens are one chunk, so that time
+    grows with the cube of the length; ONNX has no triangular systems. Relative terms and sequences over processes are
+    refused, and windows in linear attention.
+
+    Args:
+        strength: "learned" for b in (0, 2): norms of keys never grow. "reflection" for b = 2: all matrices are orthogonal.
+    """
+    return compose(encodings.Identity(head_dim), heads, choices, turn=HouseholderProduct(head_dim, heads, strength))

@@ -314,12 +314,14 @@ class CpuSteps:
         lib, (*_, values), self.call = sums.notes["step"]
         call, self.step, self.sums = self.call, lib.isopos_step, after or sums.stream.sums
         self.inputs, self.shapes = tuple(flat(x) for x in sums.inputs), [x.shape for x in sums.inputs]
+        self.strides: list[tuple[int, ...]] = []  # of the queries, keys and values that the call describes
         call.flags.denominated = sums.denominator is not None
         call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (sums.stream.sums, self.sums))
         self.parts = call.q, call.k, call.v
         self.of_values = values.describe(call.v, self.inputs[2])[1]
-        call.out.sums = view(torch.empty_like(sums.v, memory_format=torch.contiguous_format))
-        self.firsts = (*(part.x for part in self.parts), call.out.sums)  # views inside the call
+        self.like = torch.empty_like(sums.v, memory_format=torch.contiguous_format)  # the fastest way to allocate outputs
+        call.out.sums = view(self.like)
+        self.firsts, self.split = (*(part.x for part in self.parts), call.out.sums), call.split  # views inside the call
         self.status, self.reference = ctypes.c_int64(0), ctypes.byref(call)
         call.status = ctypes.pointer(self.status)
         self.denominated = bool(call.flags.denominated)
@@ -352,14 +354,17 @@ class CpuSteps:
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the call serves these tensors: shapes of the first step, float32, outside transforms and traces."""
+        if library.watched():
+            return False
         for x, shape in zip((q, k, v), self.shapes, strict=True):
-            if type(x) is not Tensor or x.shape != shape or x.dtype != torch.float32 or x.stride(-1) != 1:
+            if not library.is_plain(x) or x.dtype is not torch.float32 or x.shape != shape:
                 return False
-        return not library.unreadable(q, k, v)
+        strides = [q.stride(), k.stride(), v.stride()]
+        return strides == self.strides or strides[0][-1] == strides[1][-1] == strides[2][-1] == 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token with row n of the tables."""
-        call, out = self.call, torch.empty(self.shapes[2], dtype=torch.float32, device="cpu")
+        call, out = self.call, torch.empty_like(self.like)
         strides = [q.stride(), k.stride(), v.stride()]
         if strides != self.strides:
             self.strides = strides
@@ -367,7 +372,7 @@ class CpuSteps:
                 part.x = view(x)
         of_q, of_k, of_v, of_out = self.firsts
         of_q.first, of_k.first, of_v.first, of_out.first = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.token, call.split.threads, denominator = n, torch.get_num_threads(), None
+        call.token, self.split.threads, denominator = n, torch.get_num_threads(), None
         if self.denominated and counted():
             denominator = v.new_empty(*v.shape[:-1], 1)
             call.out.denominator = view(denominator)

@@ -5,6 +5,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from isopos.exact import is_exporting
+
 EPS = 1e-6  # smallest magnitude of a denominator
 
 
@@ -56,7 +58,7 @@ def clamp(denominator: Tensor) -> Tensor:
     eager = not torch.compiler.is_compiling() and type(denominator) is Tensor and denominator.device.type == "cpu"
     if eager and not denominator.requires_grad and denominator.amin() >= EPS:
         return denominator  # the common case, in one pass
-    if torch.compiler.is_exporting():  # ONNX has no copysign
+    if is_exporting():  # ONNX has no copysign
         return torch.where(denominator.abs() < EPS, torch.where(denominator < 0, -EPS, EPS), denominator)
     return torch.where(denominator.abs() < EPS, torch.full_like(denominator, EPS).copysign(denominator), denominator)
 

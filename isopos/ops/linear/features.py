@@ -126,8 +126,9 @@ class Features(NamedTuple):
         return last, table, normal
 
     def ready(self, x: Tensor) -> bool:
-        """Whether the features of x equal x."""
-        return self.phi is identity and self.map is None and self.mask is None and self.dtype in (None, x.dtype)
+        """Whether the features of x equal x, and are one tensor."""
+        alone = self.map is None and self.mask is None and not self.unrotated
+        return self.phi is identity and alone and self.dtype in (None, x.dtype)
 
     def replace(self, tensors: Sequence[Tensor]) -> "Features":
         """The same features with other tensors, in the order of `tensors`."""

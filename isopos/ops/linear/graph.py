@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isopos.exact import full_precision
+from isopos.exact import full_precision, is_exporting
 from isopos.ops.linear.autograd import Backend, Kernel, chosen
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.containment import contained, finite, may_inspect, nonfinite
@@ -94,7 +94,7 @@ class _Products(torch.autograd.Function):
 
 
 def _total(q: Tensor, k: Tensor, v: Tensor, g: Decays, causal: bool) -> Tensor:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return q @ (k.mT @ v) if not causal and g is None else exported_sum(q, k, v, g, causal)
     if not causal and g is None:
         learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

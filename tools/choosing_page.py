@@ -1,0 +1,123 @@
+"""Which scheme for which data: recommendations.json of `isopos recommend` and docs/choosing.md, from docs/results.
+
+Each question names columns of tables. Intervals of differences to the best row are those of `tools.results_page`, for all
+rows of a column at once.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from isopos.lab.reports import recommendations
+from isopos.lab.reports.grids import markdown
+from isopos.lab.reports.intervals import Difference
+from isopos.lab.reports.recommendations import Comparison, Question, Row
+from isopos.lab.tables.loader import load_table
+from tools.results_page import ResultTable
+
+__all__ = ["answers", "content", "questions"]
+
+SOFTMAX = "attention=softmax"
+QUESTIONS = (  # task, question, kind of attention or "" for both, columns of tables
+    (
+        "language",
+        "Which encoding for text from left to right, with linear attention?",
+        "linear",
+        {
+            "lrpe-2": ("WikiText-103 test", "Books test"),
+            "permuteformer-4": ("WikiText-103 test",),
+            "newer-text": ("linear", "decay"),
+        },
+    ),
+    ("language", "Which one with softmax attention?", "softmax", {"newer-text": ("softmax",)}),
+    (
+        "language",
+        "Which one for windows longer than in training?",
+        "",
+        {"lengths": ("4,096", "16,384"), "newer-text": ("linear, 4x", "decay, 4x", "softmax, 4x")},
+    ),
+    ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
+    ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2",)}),
+    ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",)}),
+    ("listops", "Which one for nested expressions, read as a sequence?", "", {"lrpe-4": ("ListOps",)}),
+    ("images", "Which one for images?", "", {"newer-images": ("held out",), "ape-3": ("@300 test",)}),
+    (
+        "images",
+        "Which one for images whose content moves after training?",
+        "",
+        {"horn-shift": ("MNIST, 4 px", "MNIST, 8 px")},
+    ),
+    ("series", "Which one for series with a day and a week?", "", {"newer-series": ("MAE, times", "MAE, rows")}),
+    ("transduction", "Which one to copy, reverse or repeat a sequence?", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
+    (
+        "tree-transduction",
+        "Which one to copy, mirror or reduce trees?",
+        "",
+        {"ape-2": ("Copy, depth", "Reorder, depth", "C3, depth")},
+    ),
+)
+
+
+def questions(tables: Sequence[ResultTable]) -> list[Question]:
+    """All questions with their comparisons."""
+    by_name = {table.name: table for table in tables}
+    return [
+        Question(
+            task, text, [_comparison(by_name[name], column, kind) for name, titles in columns.items() for column in titles]
+        )
+        for task, text, kind, columns in QUESTIONS
+    ]
+
+
+def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
+    layout = load_table(table.commands[0].split()[2])
+    column = next(each for each in layout.columns if each.title == title)
+    schemes = {row: row for row in table.ours[title]} | {row.name: row.on(column.corpus) for row in layout.rows}
+    ours = {row: figure for row, figure in table.ours[title].items() if _is_of(kind, schemes[row])}
+    order = table.sort(title, {row: mean for row, (mean, _) in ours.items()})
+    leads = {row: table.lead(title, order[0], row, len(order) - 1) for row in order[1:]}
+    rows = [Row(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
+    metric = layout.metric(column)
+    figure = f"{metric.note or metric.figure}, {metric.better} is better"
+    return Comparison(table.name, title, _data(table, column.corpus), figure, table.seeds, rows)
+
+
+def _is_of(kind: str, scheme: str) -> bool:
+    return not kind or (SOFTMAX in scheme) is (kind == "softmax")
+
+
+def _numbers(figure: tuple[float, float]) -> tuple[float, float | None]:
+    mean, spread = figure
+    return mean, None if math.isnan(spread) else spread
+
+
+def _behind(lead: Difference | None) -> tuple[float, float | None]:
+    if lead is None:  # the best row
+        return 0.0, None
+    return float(f"{lead.mean:.6g}"), None if math.isnan(lead.half) else float(f"{lead.half:.6g}")
+
+
+def _data(table: ResultTable, corpus: str) -> str:
+    """The data of a column, from the table's note."""
+    note = next((text for text in table.notes if text.startswith("Data: ")), "").removeprefix("Data: ").rstrip(".")
+    named = dict(part.split(" here is ", 1) for part in note.split("; ") if " here is " in part)
+    return named.get(corpus, corpus or "the task's own")
+
+
+def content(known: Sequence[Question]) -> str:
+    """The file recommendations.json."""
+    return json.dumps([asdict(question) for question in known], indent=1, ensure_ascii=False) + "\n"
+
+
+def answers(known: Sequence[Question]) -> str:
+    """The generated part of docs/choosing.md."""
+    return "\n".join(("", *(line for question in known for line in _section(question))))
+
+
+def _section(question: Question) -> Iterator[str]:
+    yield from (f"## {question.text}", "", question.answer, "")
+    for comparison in question.comparisons:
+        yield f'<details markdown="1"><summary>{recommendations.caption(comparison)}</summary>'
+        yield from ("", markdown(recommendations.HEADER, recommendations.cells(comparison), "llrrl"), "", "</details>", "")
+    yield from (f"    isopos recommend {question.task}", "")
