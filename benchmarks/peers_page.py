@@ -34,16 +34,17 @@ ROOT = Path(__file__).parents[1]
 HEADS, HEAD_DIM, LENGTH = 2, 16, 70
 ELU = FEATURE_MAPS["elu+1"]
 INTRODUCTION = """\
-# Beside other libraries' code
+# Compared with other libraries' code
 
-Results of a scheme compared with results of other code for the same queries, keys and parameters.
+Largest differences between results of a scheme and of other code, for the same queries, keys and parameters.
 `{command}` writes this page (with `isopos[lab,peers]`), and `make test-all` checks the figures against
-the bounds in `benchmarks/peers_page.py`. Differences from the authors' code, which is seldom a package, are in
-[schemes.md](schemes.md), "Beside the authors' code"; rotary tables at long positions are in [exactness.md](exactness.md).
+the bounds in `benchmarks/peers_page.py`. Differences from the authors' code, which is seldom a package, are in [the
+schemes](schemes.md#differences-from-the-authors-code); rotary tables at far positions are in
+[exactness](exactness.md#compared-with-other-libraries).
 
 **difference**: largest |ours - theirs| divided by max(1, largest |theirs|), of {heads} heads of {head_dim} features and
-{length} tokens. In float64 both compute the same if it is below 1e-12; larger differences have a reason. "By its formulas":
-code that is no package; `benchmarks/peers_page.py` implements its formulas. Here:
+{length} tokens. In float64 both compute the same function if it is below 1e-12; every larger difference has a reason.
+"By its formulas": the code is no package, and `benchmarks/peers_page.py` implements its formulas. Versions:
 {versions}.
 """
 FORMULAS = """\

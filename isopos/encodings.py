@@ -52,6 +52,14 @@ class Coupling(ExactModule, ABC):
     extensible: bool = False  # whether it has frequencies that an extension may change
     extension: Extension | None = None  # changes frequencies for sequences longer than in training
 
+    @abstractmethod
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        """The map of queries at positions x ``[*b t c]``."""
+
+    @abstractmethod
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        """The map of keys at positions x ``[*b t c]``."""
+
     @property
     def pairs(self) -> int:
         """Number of feature pairs, each with a separate frequency."""
@@ -71,14 +79,6 @@ class Coupling(ExactModule, ABC):
             f"encoding: expected encoding.query(x) for queries and encoding.key(x) for keys, since {name} maps them "
             "differently, or scheme.at(x), the arguments of attention; got encoding(x)"
         )
-
-    @abstractmethod
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The map of queries at positions x ``[*b t c]``."""
-
-    @abstractmethod
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The map of keys at positions x ``[*b t c]``."""
 
 
 class Encoding(Coupling, ABC):
@@ -365,11 +365,6 @@ class Exponential(Encoding):
         check_spectrum(generator)
         self.parametrise("generator", generator, learned=learned)
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*arguments, **options)
-        if not self.parameter.is_meta:
-            check_spectrum(self.parameter)
-
     def frequency(self) -> Tensor:
         """Current angles per step of the planes of the generator, before an extension: float64 ``[h d/2]``."""
         return spectrum(to_float64(self.parameter))[0]
@@ -379,6 +374,11 @@ class Exponential(Encoding):
         frequency, basis = spectrum(to_float64(self.parameter, x.device))
         rotation = Rotation(rotations(x, self.extended(frequency[:, None]), dtype))
         return Chain(Matrix(cast_down(basis, dtype, x.device)), rotation)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.parameter.is_meta:
+            check_spectrum(self.parameter)
 
 
 class TreePath(Encoding):

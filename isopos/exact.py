@@ -64,15 +64,6 @@ class ExactModule(nn.Module):
     initial: Tensor
     parameter_name = ""  # of the value that `parametrise` registered
 
-    def _apply(self, fn, recurse=True):
-        def moved(tensor: Tensor) -> Tensor:
-            out = fn(tensor)
-            if out.is_floating_point() and out.dtype.itemsize < 4:
-                return tensor.to(device=out.device)
-            return out
-
-        return super()._apply(moved, recurse)
-
     def parametrise(self, name: str, value: Tensor, *, learned: bool) -> None:
         """Register a value as a float32 parameter of this name, or keep it as a float64 constant that no cast changes."""
         self.initial, self.parameter_name = constant(value), name
@@ -90,6 +81,15 @@ class ExactModule(nn.Module):
         if self.parameter_name and self.parameter is not self.initial:
             with torch.no_grad():
                 self.parameter.copy_(cast_down(self.initial, self.parameter.dtype, self.parameter.device))
+
+    def _apply(self, fn, recurse=True):
+        def moved(tensor: Tensor) -> Tensor:
+            out = fn(tensor)
+            if out.is_floating_point() and out.dtype.itemsize < 4:
+                return tensor.to(device=out.device)
+            return out
+
+        return super()._apply(moved, recurse)
 
 
 class Weight(ExactModule):

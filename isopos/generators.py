@@ -90,11 +90,6 @@ class Commuting(Encoding):
         self.initial_direction = constant(direction)
         self.direction = Weight(direction) if learned_direction else None
 
-    def _load_from_state_dict(self, *arguments, **options) -> None:
-        super()._load_from_state_dict(*arguments, **options)
-        if not self.parameter.is_meta:
-            check_spectrum(self.parameter)
-
     def directions(self) -> Tensor:
         """Current w ``[h c n]``."""
         return self.initial_direction if self.direction is None else self.direction.parameter
@@ -106,6 +101,11 @@ class Commuting(Encoding):
         unit = torch.eye(planes.shape[1], dtype=torch.float64, device=planes.device)
         basis = (planes[:, :, :, None] * unit[:, None, :, None]).flatten(3).flatten(1, 2)
         return Chain(Matrix(cast_down(basis, dtype, x.device)), Rotation(rotations(x, self.extended(frequency), dtype)))
+
+    def _load_from_state_dict(self, *arguments, **options) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.parameter.is_meta:
+            check_spectrum(self.parameter)
 
 
 class RankTwo(Encoding):

@@ -29,7 +29,7 @@ def patches(
     On each axis the centres of patches are from -1 to 1, times 2 pi, so that a pair of frequency 1 makes two turns over the
     image whatever its number of patches. DINOv3 is ``rope_axial(head_dim, base=100, layout="half")`` at these positions.
     In training the box moves, stretches and grows by `shift`, `jitter` and `rescale`, in this order; without them positions
-    are those of evaluation. DINOv3's checkpoints were trained with ``rescale=2``.
+    are the positions of evaluation. DINOv3's checkpoints were trained with ``rescale=2``.
 
     Args:
         sizes: Number of patches on each axis: height and width; 1 or more axes.
@@ -129,7 +129,7 @@ def frames(
         raise ValueError(f"spacing: expected 1 with layout corners, whose frames follow each other, got {spacing}")
     whole = float(spacing).is_integer() and float(start).is_integer()
     dtype, step = (torch.int64, int(spacing)) if whole else (torch.float64, float(spacing))
-    columns, at, found = COLUMNS[layout], int(start) if whole else float(start), []
+    columns, at, pieces = COLUMNS[layout], int(start) if whole else float(start), []
     for part in parts:
         if isinstance(part, tuple):
             if len(part) != 3:
@@ -141,11 +141,11 @@ def frames(
         else:
             x = torch.arange(at_least("text", part, 0), device="cpu")[:, None].expand(-1, columns)
             after = part - 1
-        found.append(x.to(dtype) + at)
+        pieces.append(x.to(dtype) + at)
         at = at + after + 1
-    if not found:
+    if not pieces:
         raise ValueError("parts: expected numbers of text tokens and (frames, height, width) of videos, got none")
-    return torch.cat(found).to(device)
+    return torch.cat(pieces).to(device)
 
 
 def _video(sizes: list[int], layout: Layout, step: float) -> Tensor:

@@ -250,7 +250,7 @@ class LongRope(Extension):
 
 @dataclass(frozen=True)
 class Dype(Extension):
-    """DyPE: scaling that fades over the steps of denoising, from that of pure noise to none.
+    """DyPE: scaling that fades over the steps of denoising, from full scaling at pure noise to none.
 
     Extend the scheme again before each step of a diffusion transformer, with the step's time. Factors of frequencies are
     those of one axis of `trained` patches at any number of axes, for pairs with equal speeds.
@@ -362,7 +362,7 @@ def search(
     seed: int = 0,
     **options: Any,
 ) -> LongRope:
-    """The rule with the lowest score of those that an evolution tries, as LongRoPE2's factors are found.
+    """Evolutionary search for the rule with the lowest score, by which LongRoPE2 finds its factors.
 
     A rule has a critical pair and, from it on, factors that do not decrease, from s to `most` times s; pairs before it have
     those of a larger base that ends in the critical pair's, lambda_i = lambda_c^(i / c). The critical pair is at or before
@@ -411,8 +411,8 @@ def search(
     def scored(gene: _Gene) -> float:
         rescale = gene.rescale
         if rescale not in scores:
-            found = float(score(LongRope(factor, trained, rescale=rescale, **options)))
-            scores[rescale] = found if math.isfinite(found) else math.inf
+            loss = float(score(LongRope(factor, trained, rescale=rescale, **options)))
+            scores[rescale] = loss if math.isfinite(loss) else math.inf
         return scores[rescale]
 
     kept = sorted((_Gene(c, (start.factor,) * (len(frequency) - c)) for c in critical), key=scored)
@@ -420,7 +420,7 @@ def search(
         kept = kept[: max(1, (population + 1) // 2)]
         new = [draw.choice(kept).changed(draw, critical, factor, most) for _ in range(population - len(kept))]
         mates = [[b for b in kept if b.critical == a.critical] for a in kept]
-        new += [a.mixed(draw.choice(own), draw) for a, own in zip(kept, mates, strict=True) if len(own) > 1]
+        new += [a.mixed(draw.choice(partners), draw) for a, partners in zip(kept, mates, strict=True) if len(partners) > 1]
         kept = sorted({*kept, *new}, key=lambda gene: (scored(gene), gene))
     if scored(kept[0]) == math.inf:
         raise ValueError("score: expected finite numbers, got none for all rules")

@@ -4,9 +4,9 @@ Process r of a group holds shard r of the tokens. Shards are contiguous, follow 
 with ``Ring(group, zigzag=True)`` a shard has two pieces, one from each half of the sequence. All processes make the same
 calls in the same order, and all of them run the backward pass, whatever their losses are.
 
-A collective starts, and `Pending.wait` returns its result. What runs in between overlaps with it. The backward pass is the
-transpose: it starts where `wait` was called and ends where the collective started, so that the gradients of what ran in
-between overlap with it as well. Tensors of several dtypes travel in one message, as bytes.
+A collective starts, and `Pending.wait` returns its result; code between the two overlaps with it. The backward pass runs the
+transpose: it starts where `wait` was called and ends where the collective started, so the gradients of that code overlap
+with it as well. Tensors of several dtypes travel in one message, as bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ __all__ = ["Pending", "Ring", "Shards", "Traffic", "cut", "joined", "shards", "s
 
 
 class Traffic:
-    """Counts the bytes that this process sends to others inside ``with``, and in the backward passes of what ran there.
+    """Counter of the bytes that this process sends to others inside ``with``, backward passes included.
 
     Examples:
         >>> with Traffic() as traffic:
@@ -56,12 +56,12 @@ _TRAFFIC: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
 
 @dataclass(frozen=True)
 class Ring:
-    """A group whose softmax attention sees the keys of one other process at a time, and never holds all.
+    """A process group for ring attention: softmax attention holds the keys of one other process at a time.
 
     Args:
         group: A `ProcessGroup`, or a `DeviceMesh` of one dimension.
-        zigzag: Whether process r of n holds pieces r and 2n - 1 - r of 2n, as `cut` gives them. All processes then have the
-            same work in causal attention. By default shards are contiguous, and the last process has twice the mean.
+        zigzag: Whether process r of n holds pieces r and 2n - 1 - r of 2n, as `cut` returns them. All processes then have
+            the same work in causal attention. By default shards are contiguous, and the last process has twice the mean.
     """
 
     group: Any
@@ -74,10 +74,10 @@ class Shards:
     Args:
         group: A `ProcessGroup`, or a `DeviceMesh` of one dimension, or a `Ring`.
         count: Number of tokens of this process.
-        device: Where they are.
+        device: Device of the tokens.
 
     Attributes:
-        rank: This process in the group.
+        rank: Rank of this process in the group.
         size: Number of processes.
         ring: Whether softmax attention sees the keys of one other process at a time.
         zigzag: Whether shards have two pieces.
@@ -99,7 +99,7 @@ class Shards:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each process: one small message, the first time."""
+        """Number of tokens of each process; the first access sends one small message."""
         if not self._lengths:  # no cached_property, whose lock is shared by threads that may be processes of a group
             self._lengths = tuple(self.gather(torch.tensor([self.count], device=self.device)).wait()[0].flatten().tolist())
         return self._lengths
@@ -137,49 +137,51 @@ class Shards:
         return Pending.start(_Add(self), tensors)
 
     def before(self, x: Tensor) -> Tensor:
-        """The sum of x over the processes before this one."""
+        """Sum of x over the processes before this one."""
         (x,) = self.gather(x).wait()
         return x[: self.rank].sum(0)
 
     def tokens(
         self, tensors: Sequence[Tensor], axes: Sequence[int], reach: Callable[[int, int], tuple[int, int]]
     ) -> "Pending":
-        """The tokens of all tensors, along their axes, from which to which each process needs them.
+        """Fetch the range of tokens that each process needs.
 
         Args:
-            tensors: Of the tokens of this process.
-            axes: The axis of tokens of each.
-            reach: The first and last index + 1 in the sequence that a process needs, from those of its own tokens; the
-                same function on all processes.
+            tensors: Tensors of this process's tokens.
+            axes: Axis of tokens of each tensor.
+            reach: Maps the first index and last index + 1 of a process's tokens to the range that it needs; the same
+                function in all processes.
         """
-        own = [x.movedim(axis, 0) for x, axis in zip(tensors, axes, strict=True)]
+        rows = [x.movedim(axis, 0) for x, axis in zip(tensors, axes, strict=True)]
         return Pending.start(
-            _Tokens(self, reach), own, lambda rows: [x.movedim(0, axis) for x, axis in zip(rows, axes, strict=True)]
+            _Tokens(self, reach), rows, lambda results: [x.movedim(0, axis) for x, axis in zip(results, axes, strict=True)]
         )
 
     def ordered(self, x: Tensor, axis: int) -> Tensor:
-        """Tokens of all processes, in the order of ranks, in the order of the sequence."""
+        """Tokens of all processes, sorted from the order of ranks into the order of the sequence."""
         if not self.zigzag:
             return x
         index = torch.cat([torch.arange(*piece) for pieces in self.pieces for piece in pieces])
         return x.index_select(axis, index.argsort().to(x.device))
 
-    def pass_on(self, tensors: Sequence[Tensor], hop: int, come: int, traffic: Traffic | None) -> Callable[[], list[Tensor]]:
-        """Start to send rows to the process `hop` places after this one in the ring, without a graph.
+    def pass_on(
+        self, tensors: Sequence[Tensor], hop: int, incoming: int, traffic: Traffic | None
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send rows to process rank + hop of the ring and to receive rows from rank - hop, without a graph.
 
         Args:
-            tensors: ``[n ...]``.
-            hop: Number of places.
-            come: Number of rows that come from the process as many places before this one.
-            traffic: Counts the bytes.
+            tensors: Rows to send ``[n ...]``.
+            hop: Distance in the ring, modulo its size.
+            incoming: Number of rows to receive.
+            traffic: Counter of the bytes, or None.
 
         Returns:
-            A function that waits for the rows that come.
+            A function that waits for the received rows and returns them.
         """
         like, rows = [(x.shape[1:], x.dtype) for x in tensors], _packed(tensors)
         sent, received = [0] * self.size, [0] * self.size
-        sent[(self.rank + hop) % self.size], received[(self.rank - hop) % self.size] = len(rows), come
-        buffer = rows.new_empty(come, rows.shape[1])
+        sent[(self.rank + hop) % self.size], received[(self.rank - hop) % self.size] = len(rows), incoming
+        buffer = rows.new_empty(incoming, rows.shape[1])
         work: Any = dist.all_to_all_single(buffer, rows, received, sent, group=self.group, async_op=True)
         if traffic is not None:
             traffic.count(rows.nbytes)
@@ -192,69 +194,69 @@ class Shards:
 
 
 def cut(x: Tensor, group: Any, axis: int = 1) -> Tensor:
-    """The tokens of this process of a whole sequence, equal shards where they can be.
+    """This process's shard of a whole sequence; lengths of shards differ by at most one token.
 
     Args:
-        x: Tokens along an axis.
-        group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, or a `Ring`, whose `zigzag` decides which tokens these are.
-        axis: The axis of tokens.
+        x: The whole sequence, the same in all processes.
+        group: A `ProcessGroup`, a one-dimensional `DeviceMesh`, or a `Ring`, whose `zigzag` decides which tokens are taken.
+        axis: Axis of tokens.
     """
-    known = Shards(group, x.shape[axis], x.device)
-    if not known.zigzag:
-        return x.tensor_split(known.size, axis)[known.rank]
-    pieces = x.tensor_split(2 * known.size, axis)
-    return torch.cat((pieces[known.rank], pieces[-1 - known.rank]), axis)
+    over = Shards(group, x.shape[axis], x.device)
+    if not over.zigzag:
+        return x.tensor_split(over.size, axis)[over.rank]
+    pieces = x.tensor_split(2 * over.size, axis)
+    return torch.cat((pieces[over.rank], pieces[-1 - over.rank]), axis)
 
 
 def joined(x: Tensor, group: Any, axis: int = 1) -> Tensor:
-    """The whole sequence of which each process has its tokens, the inverse of `cut`; x without a group."""
-    if (known := shards(group, x.shape[axis], x.device)) is None:
+    """The whole sequence, gathered from the shards of all processes: the inverse of `cut`. Returns x without a group."""
+    if (over := shards(group, x.shape[axis], x.device)) is None:
         return x
-    return known.ordered(known.tokens([x], [axis], lambda start, stop: (0, known.total)).wait()[0], axis)
+    return over.ordered(over.tokens([x], [axis], lambda start, stop: (0, over.total)).wait()[0], axis)
 
 
 def summed(group: Any, device: torch.device, *numbers: float) -> list[float]:
-    """The sums of numbers over the processes of a group, in float64; the numbers without a group."""
-    if (known := shards(group, 1, device)) is None:
+    """Sums of numbers over the processes of a group, in float64. Returns the numbers without a group."""
+    if (over := shards(group, 1, device)) is None:
         return [*map(float, numbers)]
-    own = torch.tensor(numbers, dtype=torch.float64, device=device)
-    return known.add(own).wait()[0].tolist()
+    local = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return over.add(local).wait()[0].tolist()
 
 
 def traffic_now() -> Traffic | None:
-    """What counts the bytes that are sent now."""
+    """The active counter of bytes, or None."""
     return _TRAFFIC.get()
 
 
 def shards(group: Any, count: int, device: torch.device) -> Shards | None:
-    """The shards of a sequence over a group; None without a group, or for a group of one process."""
+    """Shards of a sequence over a group; None without a group, or for a group of one process."""
     if group is None:
         return None
-    found = group if isinstance(group, Shards) else Shards(group, count, device)
-    return found if found.size > 1 else None
+    over = group if isinstance(group, Shards) else Shards(group, count, device)
+    return over if over.size > 1 else None
 
 
 class _Collective(ABC):
-    """A collective and its transpose. Both start and return a buffer, which is read when the work is done."""
+    """A collective and its transpose. Each starts and returns a buffer, which is read when its work handle is done."""
 
     def __init__(self, shards: Shards):
         self.shards, self.group = shards, shards.group
 
     @abstractmethod
     def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
-        """Start: the buffer, the work, and the number of bytes sent."""
+        """Start the collective; return its buffer, its work handle and the number of bytes sent."""
 
     @abstractmethod
     def receive(self, buffer: Tensor) -> list[Tensor]:
-        """The result."""
+        """Results, read from the buffer."""
 
     @abstractmethod
     def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
-        """Start the transpose."""
+        """Start the transpose; return as `send`."""
 
     @abstractmethod
     def receive_back(self, buffer: Tensor) -> list[Tensor]:
-        """The gradients of what was sent."""
+        """Gradients of the tensors that `send` took."""
 
     def _like(self, tensors: Sequence[Tensor], first: int) -> list[tuple[torch.Size, torch.dtype]]:
         """Shapes without the first axes, and dtypes."""
@@ -298,18 +300,18 @@ class _Add(_Collective):
 
 
 class _Tokens(_Collective):
-    """Rows of tensors ``[t ...]``."""
+    """All-to-all of rows of tensors ``[t ...]``: each process receives the rows that it needs."""
 
     def __init__(self, shards: Shards, reach: Callable[[int, int], tuple[int, int]]):
         super().__init__(shards)
         ends = list(accumulate(shards.lengths, initial=0))
-        own = list(pairwise(ends))
-        needs = [(max(0, first), min(ends[-1], last)) for first, last in (reach(*border) for border in own)]
-        start, stop = own[shards.rank]
+        borders = list(pairwise(ends))
+        needs = [(max(0, first), min(ends[-1], last)) for first, last in (reach(*border) for border in borders)]
+        start, stop = borders[shards.rank]
         self.parts = [(max(start, first) - start, max(max(start, first), min(stop, last)) - start) for first, last in needs]
         first, last = needs[shards.rank]
         self.sent = [stop - start for start, stop in self.parts]
-        self.received = [max(0, min(stop, last) - max(start, first)) for start, stop in own]
+        self.received = [max(0, min(stop, last) - max(start, first)) for start, stop in borders]
 
     def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         self.like, rows = self._like(tensors, 1), _packed(tensors)
@@ -326,8 +328,8 @@ class _Tokens(_Collective):
         grads = []
         for rows in _unpacked(buffer, self.back):
             grad = rows.new_zeros(self.shards.count, *rows.shape[1:])
-            for part, own in zip(self.parts, rows.split(self.sent), strict=True):
-                grad[slice(*part)] += own
+            for part, piece in zip(self.parts, rows.split(self.sent), strict=True):
+                grad[slice(*part)] += piece
             grads.append(grad)
         return grads
 
@@ -362,13 +364,13 @@ class Pending:
         return self.finish(list(_Finish.apply(self, *tensors)))  # pyright: ignore[reportArgumentType]
 
     def begin(self, started: tuple[Tensor, Any, int]) -> None:
-        """Keep what is under way, and count its bytes."""
+        """Store the buffer and work handle of a started collective, and count its bytes."""
         self.underway = started[:2]
         if self.traffic is not None:
             self.traffic.count(started[2])
 
     def end(self) -> Tensor:
-        """The buffer, once it is filled."""
+        """Wait for the work; return the filled buffer."""
         (buffer, work), self.underway = self.underway, None
         work.wait()
         return buffer
@@ -385,8 +387,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = iter(ctx.pending.collective.receive_back(ctx.pending.end()))
-        return None, *(next(found) if floating else None for floating in ctx.floating)
+        received = iter(ctx.pending.collective.receive_back(ctx.pending.end()))
+        return None, *(next(received) if floating else None for floating in ctx.floating)
 
 
 class _Finish(torch.autograd.Function):
@@ -421,7 +423,7 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpacked(rows: Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-    """The tensors ``[n ...]`` of such bytes, from the shapes of their rows."""
+    """Tensors ``[n ...]`` from their bytes ``[n bytes]``, and the shapes and dtypes of their rows."""
     parts = rows.split([shape.numel() * dtype.itemsize for shape, dtype in like], 1)
-    own = zip(parts, like, strict=True)
-    return [x.clone(memory_format=torch.contiguous_format).view(dtype).view(len(x), *shape) for x, (shape, dtype) in own]
+    columns = zip(parts, like, strict=True)
+    return [x.clone(memory_format=torch.contiguous_format).view(dtype).view(len(x), *shape) for x, (shape, dtype) in columns]

@@ -38,12 +38,6 @@ class Group(ABC):
         return 1
 
     @property
-    def _parents(self) -> tuple[int, ...]:
-        """Columns that refer to rows of the same tensor."""
-        starts = itertools.accumulate((leaf.columns for leaf in self.leaves), initial=0)
-        return tuple(start for start, leaf in zip(starts, self.leaves, strict=False) if isinstance(leaf, Tree))
-
-    @property
     def refers_to_rows(self) -> bool:
         """Whether coordinates refer to other rows of the tensor, as for trees."""
         return any(isinstance(leaf, Tree) for leaf in self.leaves)
@@ -113,6 +107,12 @@ class Group(ABC):
     def origin(self, *shape: int, device: torch.device | str | None = None) -> Tensor:
         """The identity element, ``[*shape c]``."""
         return torch.zeros(*shape, self.columns, dtype=torch.int64, device=device)
+
+    @property
+    def _parents(self) -> tuple[int, ...]:
+        """Columns that refer to rows of the same tensor."""
+        starts = itertools.accumulate((leaf.columns for leaf in self.leaves), initial=0)
+        return tuple(start for start, leaf in zip(starts, self.leaves, strict=False) if isinstance(leaf, Tree))
 
 
 @dataclass(frozen=True)
@@ -355,14 +355,6 @@ class Product(Group):
     def shift(self, x: Tensor, y: Tensor) -> Tensor:
         return self._join([part.shift(a, b) for part, a, b in zip(self.parts, self.split(x), self.split(y), strict=True)])
 
-    def _join(self, elements: Sequence[Tensor]) -> Tensor:
-        rows, filled = max(a.shape[-2] for a in elements), []
-        for part, a in zip(self.parts, elements, strict=True):
-            identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
-            element = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
-            filled.append(torch.cat((identity, element), -2))
-        return torch.cat(filled, -1)
-
     def inverse(self, x: Tensor) -> Tensor:
         return torch.cat([part.inverse(a) for part, a in zip(self.parts, self.split(x), strict=True)], -1)
 
@@ -380,6 +372,14 @@ class Product(Group):
         super().check(x)
         for part, a in zip(self.parts, self.split(x), strict=True):
             part.check(a)
+
+    def _join(self, elements: Sequence[Tensor]) -> Tensor:
+        rows, filled = max(a.shape[-2] for a in elements), []
+        for part, a in zip(self.parts, elements, strict=True):
+            identity = part.origin(*a.shape[:-2], rows - a.shape[-2], device=a.device)
+            element = renumber(a, part._parents, lambda parent, before=identity.shape[-2]: parent + before)
+            filled.append(torch.cat((identity, element), -2))
+        return torch.cat(filled, -1)
 
 
 def lines(axes: int) -> Group:

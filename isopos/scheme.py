@@ -452,43 +452,43 @@ class Scheme(nn.Module):
 
     def _of_pairs(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of pairs of tokens at x and at y: relative terms and locality."""
-        found: dict[str, Any] = {} if self.bias is None else {"terms": self.bias(x, y, dtype)}
+        arguments: dict[str, Any] = {} if self.bias is None else {"terms": self.bias(x, y, dtype)}
         if self.locality is not None:
-            found["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
-        return found
+            arguments["locality"] = self.locality ** cast_down(self._distance(x, y), dtype, x.device)
+        return arguments
 
-    def _sharded(self, x: Tensor, x_key: Tensor | None, state: State | None, known: Shards, dtype: torch.dtype) -> Arguments:
+    def _sharded(self, x: Tensor, x_key: Tensor | None, state: State | None, over: Shards, dtype: torch.dtype) -> Arguments:
         """`at` for one shard of a sequence over a group of processes."""
         if state is not None or x_key is not None:
             name = "state" if x_key is None else "x_key"
             raise ValueError(
-                f"{name}: expected none beside a group, whose processes attend from a sequence to itself, got one"
+                f"{name}: expected none with a group, whose processes attend from a sequence to itself, got one"
             )
         softmax, rows = self.attention == "softmax", self.group.refers_to_rows or self.outside > 0
-        if known.zigzag and (rows or not softmax or self.phases):
+        if over.zigzag and (rows or not softmax or self.phases):
             raise ValueError(
                 "group: expected contiguous shards for linear attention, trees, class tokens and content-dependent phases, "
                 "got zig-zag ones"
             )
         if not rows and not (softmax and (self.bias is not None or self.locality is not None)):
-            return Arguments(self.at(x, dtype=dtype), group=known)
-        start, stop = known.start, known.start + known.count
-        every = joined(x, known, -2)
+            return Arguments(self.at(x, dtype=dtype), group=over)
+        start, stop = over.start, over.start + over.count
+        every = joined(x, over, -2)
         if not rows:
-            return Arguments(self.at(x, dtype=dtype) | self._of_pairs(x, every, dtype), group=known)
-        found = dict(self.at(every, dtype=dtype))
+            return Arguments(self.at(x, dtype=dtype) | self._of_pairs(x, every, dtype), group=over)
+        arguments = dict(self.at(every, dtype=dtype))
         for name in ("isometry", "transport"):
-            if name in found:
-                maps = found[name]
+            if name in arguments:
+                maps = arguments[name]
                 local = tuple(rho.tokens(start, stop) for rho in (maps if isinstance(maps, tuple) else (maps,)))
-                found[name] = local if isinstance(maps, tuple) else local[0]
-        if found["decay"] is not None:
-            found["decay"] = found["decay"][..., start:stop]
-        if "locality" in found:
-            found["locality"] = found["locality"][..., start:stop, :]
+                arguments[name] = local if isinstance(maps, tuple) else local[0]
+        if arguments["decay"] is not None:
+            arguments["decay"] = arguments["decay"][..., start:stop]
+        if "locality" in arguments:
+            arguments["locality"] = arguments["locality"][..., start:stop, :]
         if self.bias is not None:
-            found["terms"] = self._terms(x, every, start, dtype) if softmax else self.bias(x, x, dtype)
-        return Arguments(found, group=known)
+            arguments["terms"] = self._terms(x, every, start, dtype) if softmax else self.bias(x, x, dtype)
+        return Arguments(arguments, group=over)
 
     def _terms(self, x: Tensor, y: Tensor, start: int, dtype: torch.dtype) -> tuple[Term, ...]:
         """Terms of tokens x that begin at row `start` of all tokens y, whose first rows may be class tokens."""

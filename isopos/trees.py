@@ -20,7 +20,7 @@ INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 
 
 class Unread(ValueError):
-    """Text that is no tree; `at` is the index of the wrong character."""
+    """Error for a text that is not a tree; `at` is the index of the wrong character."""
 
     def __init__(self, message: str, at: int):
         super().__init__(f"tree: {message.format(f' at {at}')}")

@@ -64,7 +64,7 @@ class Primitive:
         return torch.stack(rows, 1)
 
     def score(self, q: Tensor, k: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Of queries ``[*b h t d]`` at x ``[t c]`` and keys ``[*b h s d]`` at y ``[s c]``: ``[*b h t s]``, float64."""
+        """Scores of queries ``[*b h t d]`` at x ``[t c]``, keys ``[*b h s d]`` at y ``[s c]``: ``[*b h t s]``, float64."""
         query = q.double() @ self.A.mT + self.a[:, None]
         key = k.double() @ self.B.mT + self.b[:, None]
         return torch.einsum("...hti,htsij,...hsj->...hts", query, self.matrix(x, y), key)
@@ -139,7 +139,7 @@ def _content(d: int) -> Side:
 
 
 def _constant(value: Tensor, d: int) -> Side:
-    """q̂ = a value ``[h d1]``, whatever q is."""
+    """q̂ = a constant ``[h d1]``."""
     return value.new_zeros(*value.shape, d), value
 
 
@@ -176,7 +176,7 @@ def _word(nodes: list[list[int]], row: int) -> tuple[int, ...]:
 
 
 def _between(group: Group, a: Any, b: Any) -> Relative:
-    """a^-1 b; in a tree the way from a up to the nearest common ancestor, then down to b."""
+    """a^-1 b; in a tree the path from a up to the nearest common ancestor, then down to b."""
     match group:
         case Ring():
             return (b - a) % group.period
@@ -217,7 +217,7 @@ def _numbers(t: Relative) -> tuple[float, ...]:
 
 
 def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
-    """Of <query(x) q, key(y) k>, where products of features of an encoding that do not pass are times a factor."""
+    """Primitives of <query(x) q, key(y) k>; rotated features have a factor."""
     group, d = coupling.group, coupling.features
     content, one = _content(d), _one(d)
     match coupling:
@@ -273,7 +273,7 @@ def _of_pair(pair: Coupling) -> Kernel:
 
 
 def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
-    """W(t) = rho(1)^H rho(t), ``[h d d]``, times a factor where features do not pass."""
+    """W(t) = rho(1)^H rho(t), ``[h d d]``, with a factor of rotated features."""
     match encoding:
         case encodings.Identity():
             return lambda t: _eye(encoding.features)
@@ -291,7 +291,7 @@ def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
 
 
 def _of_whole(encoding: Coupling) -> Kernel:
-    """W(t) of an encoding that is not made of others."""
+    """W(t) of an encoding that is not composed of others."""
     d = encoding.features
     match encoding:
         case encodings.Rotary():
@@ -373,7 +373,7 @@ def _exp(generator: Tensor) -> Tensor:
 
 
 def _permutation_matrices(encoding: encodings.Permutation) -> Tensor:
-    """Of (M v)_i = v_{pi(i)} for each head and axis, ``[h c d d]``: pi(i) comes after i in its cycle."""
+    """Matrices M of (M v)_i = v_{pi(i)} per head and axis, ``[h c d d]``: pi(i) comes after i in its cycle."""
     row, first, rank, length = encoding.table  # [c h d]
     after = row.gather(-1, first + (rank + 1) % length)
     return _eye(after.shape[-1])[0, after].transpose(0, 1)
@@ -468,7 +468,7 @@ def _filters(coupling: couplings.ConvSPE) -> Kernel:
 
 
 def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[Primitive]:
-    """Of terms of scores; rows of tables are scaled as content is, numbers are not."""
+    """Primitives of terms of scores; rows of tables are scaled like content, numbers are not."""
     group, content, one = bias.group, _content(d), _one(d)
     match bias:
         case biases.T5():

@@ -50,7 +50,7 @@ class SchemeCase(NamedTuple):
 
     @property
     def group(self) -> Group:
-        """Whose positions it takes, learned by building it once."""
+        """The group of positions of the scheme."""
         key = type(self), self.name, id(self.options)
         if key not in _GROUPS:
             _GROUPS[key] = self, self.build().group  # the case keeps its options, and so their id, alive
@@ -58,13 +58,13 @@ class SchemeCase(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of attention that it has."""
+        """Kinds of attention that the scheme supports."""
         softmax = self.name in SOFTMAX_ONLY or self.options.get("attention") == "softmax"
         return ("softmax",) if softmax else ("linear",) if LINEAR_OPTIONS & set(self.options) else ("linear", "softmax")
 
     @property
     def outside(self) -> int:
-        """Class tokens, the first rows of a tensor."""
+        """Number of class tokens, the first rows of a tensor."""
         return self.options.get("outside", 0)
 
     @property
@@ -78,25 +78,25 @@ class SchemeCase(NamedTuple):
 
     @property
     def both_ways(self) -> bool:
-        """Whether it has attention without `causal`, too: where no steps are read from keys."""
+        """Whether the scheme also has attention without `causal`; content-dependent phases do not."""
         return self.name not in STEPS and self.options.get("decay") != "forget"
 
     @property
     def ways(self) -> tuple[bool, ...]:
-        """Of `causal`."""
+        """Supported values of `causal`."""
         return (True, False) if self.both_ways else (True,)
 
     def streams(self, kind: str) -> bool:
-        """Whether it streams: class tokens are the first rows of a tensor, and sums of clipped keys are of sequences."""
+        """Whether the scheme streams; class tokens and clipped keys on grids do not."""
         return not (self.outside or (self.clipped and kind == "linear" and self.group.columns > 1))
 
     @property
     def denominators(self) -> tuple[str, ...]:
-        """Those of linear attention."""
+        """Denominators of linear attention."""
         return ("encoded", "none") if self.inside else ("plain", "encoded", "none")
 
     def positions(self, *batch: int, t: int) -> Tensor:
-        """Random positions ``[*batch t c]``, in the order of tokens where that has a meaning."""
+        """Random positions ``[*batch t c]``, in the order of tokens if the group has an order."""
         return ordered(self.group, *batch, t=t, least=int(self.clipped))
 
     def cross(self, *batch: int, t: int, s: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ _GROUPS: dict[tuple[type, str, int], tuple[SchemeCase, Group]] = {}
 
 
 def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
-    """Ascending on a line, row by row on grids, each sample with steps of its own; random in other groups."""
+    """Positions, ascending on a line and row by row on grids, with separate steps per sample; random in other groups."""
     if isinstance(group, Line):
         return ascending(*batch, t, least=least)
     if not group.is_grid:
@@ -120,7 +120,7 @@ def ordered(group: Group, *batch: int, t: int, least: int = 0) -> Tensor:
 
 
 def shifted(group: Group, *positions: Tensor) -> tuple[Tensor, ...]:
-    """Positions ``[*b t c]``, each sample moved by one random element of its own. Trees have rows of prefixes before."""
+    """Positions ``[*b t c]``, each sample shifted by a random group element. Trees start with rows of prefixes."""
     by = group.random(*positions[0].shape[:-2], 5)
     while not _moves(group, by):
         by = group.random(*positions[0].shape[:-2], 5)
@@ -128,21 +128,21 @@ def shifted(group: Group, *positions: Tensor) -> tuple[Tensor, ...]:
 
 
 def _moves(group: Group, by: Tensor) -> bool:
-    """Whether the last rows are no identities, as roots of trees are."""
+    """Whether the last rows differ from the identity; roots of trees are identities."""
     if isinstance(group, Product):
         return all(_moves(part, a) for part, a in zip(group.parts, group.split(by), strict=True))
     return bool((group.distance(group.origin(*by.shape[:-2], 1), by)[..., -1] != 0).all())
 
 
 def per_tree(group: Group, x: Tensor, change: Callable[[Tree, Tensor], Tensor]) -> Tensor:
-    """Positions whose nodes of trees are changed."""
+    """Positions with changed nodes of trees."""
     if isinstance(group, Product):
         return torch.cat([per_tree(part, own, change) for part, own in zip(group.parts, group.split(x), strict=True)], -1)
     return change(group, x) if isinstance(group, Tree) else x
 
 
 def parents_first(group: Group, x: Tensor) -> Tensor:
-    """Random trees for those of x, in which no node comes before its parent: what a stream can be of."""
+    """Positions x with random trees in which parents come before children, as streams need."""
 
     def grow(tree: Tree, nodes: Tensor) -> Tensor:
         row, shape = torch.arange(nodes.shape[-2]), nodes.shape[:-1]
@@ -153,12 +153,12 @@ def parents_first(group: Group, x: Tensor) -> Tensor:
 
 
 def rows_later(group: Group, x: Tensor, rows: int | Tensor) -> Tensor:
-    """Positions that are to stand so many rows later: parents of trees are rows."""
+    """Positions moved by a number of rows: parents of trees, which are rows, are renumbered."""
     return per_tree(group, x, lambda _, nodes: nodes + (nodes >= 0) * torch.tensor([1, 0]) * rows)
 
 
 def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: Sequence[int], **more: Any):
-    """Causal attention of chunks between cuts, one after another, and the state at the end."""
+    """Causal attention of the chunks between cuts, in order, and the last state."""
     outputs, state = [], more.pop("state", State())
     for start, stop in itertools.pairwise(cuts):
         q, k, v = (a[..., start:stop, :] for a in content)
@@ -174,7 +174,7 @@ def _learned_decay() -> Decay:
 
 
 def _rows(name: str, *rows: tuple[str, Mapping[str, Any]], **more: Any) -> list[SchemeCase]:
-    """Rows of one scheme, each named after it."""
+    """Rows of one scheme, named after it."""
     return [SchemeCase(f"{name}{id and '-'}{id}", name, options, **more) for id, options in rows]
 
 
@@ -326,13 +326,13 @@ PRESETS = [next(case for case in SCHEMES if case.name == name) for name in dict.
 
 
 def scheme_case(id: str) -> SchemeCase:
-    """The row of that id."""
+    """The row with this id."""
     return next(case for case in SCHEMES if case.id == id)
 
 
 @contextlib.contextmanager
 def named(what: str | Callable[[], str]) -> Iterator[None]:
-    """What fails within says what it was about."""
+    """Context that adds a name to the message of a failure."""
     try:
         yield
     except BaseException as error:
@@ -345,7 +345,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def looped(rows: Rows) -> Decorator:
-    """Runs a test for rows of arguments, each with its name, one after another.
+    """Run a test for named rows of arguments, one after another.
 
     A failure names its row. Every row starts from the same random numbers and its own `monkeypatch`.
     """
@@ -379,7 +379,7 @@ def looped(rows: Rows) -> Decorator:
 def each(
     names: str | Sequence[str], rows: Iterable[Any], ids: Callable[[Any], Any] | Iterable[str] | None = None
 ) -> Decorator:
-    """As `pytest.mark.parametrize`, for cases too cheap for a run each: they run one after another."""
+    """Like `pytest.mark.parametrize`, in a single run, for cheap cases."""
     arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     values = [row if len(arguments) > 1 else (row,) for row in rows]
     labels = [None] * len(values) if ids is None or callable(ids) else list(ids)
@@ -392,7 +392,7 @@ def each(
 
 
 def grouped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Decorator:
-    """Parametrises a test by families of presets: it runs for the rows of one, each (its preset, a name, arguments).
+    """Parametrise a test by families of presets, with rows (preset, name, arguments).
 
     The family's presets are in the name of the run, so that `-k` finds those of one preset.
     """
@@ -418,12 +418,12 @@ def grouped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Decorator:
 
 
 def over_rows(cases: Sequence[SchemeCase]) -> Decorator:
-    """Parametrises a test of a `case` by families of presets: it runs for all rows of one."""
+    """Parametrise a test of a `case` by families of presets."""
     return grouped([(case.name or "composed", case.id, {"case": case}) for case in cases])
 
 
 def with_kinds(cases: Sequence[SchemeCase]) -> Decorator:
-    """Parametrises a test of a `case` and a `kind` by families of presets: rows with their kinds of attention."""
+    """Parametrise a test of a `case` and a `kind` of attention by families of presets."""
     return over_pairs((case, kind) for case in cases for kind in case.kinds)
 
 
@@ -433,7 +433,7 @@ def over_pairs(pairs: Iterable[tuple[SchemeCase, str]]) -> Decorator:
 
 
 class EncodingCase(NamedTuple):
-    """An encoding of HEADS heads (or one for all) as a scheme's row or `COMPOSED` has it, made anew by `make`."""
+    """An encoding of HEADS heads (or one for all) from a scheme's row or `COMPOSED`; `make` builds it."""
 
     id: str
     make: Callable[[], Encoding]
@@ -550,7 +550,7 @@ COMPOSED = [
 
 
 def _of_schemes() -> Iterator[EncodingCase]:
-    """The encodings of presets, one of each structure."""
+    """Encodings of presets, one per structure."""
     seen = set()
     for case in PRESETS:
         encoding = case.build().encoding
@@ -571,7 +571,7 @@ def ids(case: Any) -> str:
 
 
 def close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None, roundings: float = TOLERANCE) -> None:
-    """Assert equality up to so many roundings of `dtype`, by default the coarser of the two dtypes'."""
+    """Assert equality up to a number of roundings of `dtype`, by default the coarser of both dtypes."""
     assert actual.shape == expected.shape
     dtype = dtype or max(actual.dtype, expected.dtype, key=lambda d: torch.finfo(d).eps)
     if not expected.numel():
@@ -582,7 +582,7 @@ def close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None,
 
 
 def perturb(module: Module, size: float = 0.1) -> Module:
-    """Move every parameter off its initial value, each head another way, and widen it to float64."""
+    """Move every parameter off its initial value, differently per head, and promote it to float64."""
     with torch.no_grad():
         for parameter in module.double().parameters():
             parameter.add_(size * torch.randn_like(parameter) * (0.1 + parameter.abs()))
@@ -590,7 +590,7 @@ def perturb(module: Module, size: float = 0.1) -> Module:
 
 
 def inputs(*batch: int, t: int, s: int | None = None, d: int = HEAD_DIM, e: int = HEAD_DIM, heads: int = HEADS, **kw: Any):
-    """Random q ``[*b h t d]``, k ``[*b h s d]``, v ``[*b h s e]``, float64 unless said."""
+    """Random q ``[*b h t d]``, k ``[*b h s d]``, v ``[*b h s e]``, by default float64."""
     kw = {"dtype": torch.float64, "requires_grad": False} | kw
     s = t if s is None else s
     shapes = ((*batch, heads, t, d), (*batch, heads, s, d), (*batch, heads, s, e))
@@ -598,7 +598,7 @@ def inputs(*batch: int, t: int, s: int | None = None, d: int = HEAD_DIM, e: int 
 
 
 def with_edges(*tensors: Tensor) -> list[Tensor]:
-    """The same, but for what a normal draw never has: zeros of either sign, tiny numbers, rows of zeros, equal rows.
+    """Random q, k, v with edge cases: zeros of both signs, tiny numbers, rows of zeros, equal rows.
 
     Each in about one of 16 numbers or rows. Tiny ones are 1e-30 times as large, which float32 and bfloat16 hold.
     """
@@ -614,25 +614,25 @@ def with_edges(*tensors: Tensor) -> list[Tensor]:
 
 
 def ascending(*shape: int, least: int = 0) -> Tensor:
-    """Random positions ``[*shape 1]`` that do not decrease along tokens, by at least so much a token."""
+    """Random positions ``[*shape 1]`` that increase by at least a step per token."""
     return torch.randint(least, least + 3, shape).cumsum(-1)[..., None]
 
 
 def inputs_of(scheme: schemes.Scheme, *batch: int, t: int, **kw: Any) -> tuple[Tensor, ...]:
-    """Random q, k, v of the widths that a scheme takes; values, where it has rows for them, of theirs."""
+    """Random q, k, v with the widths that a scheme takes."""
     d = scheme.encoding.features
     return inputs(*batch, t=t, **({"d": d, "e": d // scheme.width} | kw))
 
 
 def gradients(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Of a fixed random projection of `out`, for each tensor; zeros for those that `out` does not see."""
+    """Gradients of a fixed random projection of `out`, per tensor; zeros for tensors that do not affect `out`."""
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found = torch.autograd.grad((out.double() * weight).sum(), tensors, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(tensors, found, strict=True)]
 
 
 def same_everywhere(actual, expected, leaves, roundings=TOLERANCE):
-    """Outputs and gradients."""
+    """Assert equal outputs and gradients."""
     close(actual, expected, roundings=roundings)
     for fast, slow in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
         assert fast.isfinite().all()
@@ -683,7 +683,7 @@ ALL_KEYS = [f"all keys, {name}" for name in (*ALL_KEYS.split("; "), "lrpe-permut
 
 
 def with_gradients(inputs, dtype, given, grad, attend=linear_attention):
-    """Linear attention in a dtype, and gradients of inputs and decays from that of the output."""
+    """Linear attention in a dtype, and gradients of inputs and decays."""
     inputs, decay = [x.to(dtype).requires_grad_() for x in inputs], given.get("decay")
     several = decay if isinstance(decay, tuple) else () if decay is None else (decay,)
     learned = [g.detach().clone().requires_grad_() for g in several]
@@ -699,7 +699,7 @@ EDGES = torch.cat((torch.linspace(-30, 30, 118), EDGES))
 
 
 def as_the_table(phi, y, derivative):
-    """Compare values and derivatives of a compiled feature map at EDGES with those of its entry in float64."""
+    """Compare values and derivatives of a compiled feature map at EDGES with its definition in float64."""
     x = EDGES.double().requires_grad_()
     exact = phi(x)
     torch.testing.assert_close(y, exact.float(), rtol=3e-7, atol=0, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What every test starts from: seeded random numbers, one thread, float32 by default."""
+"""Settings of all tests: seeded random numbers, one thread, float32 by default."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """What reads steps from keys has causal attention only."""
+    """Leave out attention without `causal` for content-dependent phases."""
     items[:] = [item for item in items if not _both_ways_by_steps(getattr(getattr(item, "callspec", None), "params", {}))]
 
 
@@ -39,7 +39,7 @@ def _fresh_start():
 
 @pytest.fixture
 def isopos(monkeypatch, tmp_path, capsys):
-    """Runs a command line in an empty folder: exit status, output and error output."""
+    """Run a command line in an empty folder; returns exit status, output and error output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -54,7 +54,7 @@ def isopos(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def own(monkeypatch, isopos, tmp_path):
-    """Imports a file of tests/extension as a user does, from the working folder; afterwards nobody knows it."""
+    """Import a file of tests/extension from the working folder, as a user does; it is unregistered afterwards."""
     files = sorted(Path(__file__).parent.glob("extension/toy_*"))
     for file in files:
         shutil.copy(file, tmp_path)

@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, its public source (none for one of our making), the check that names it, and words of what it measured."""
+    """A fault, its public source (empty if invented here), the check that names it, and words of the check's finding."""
 
     name: str
     source: str
@@ -109,7 +109,7 @@ class PositionsIgnored(Rope):
 
 
 class LongestOfTheBatch(Rope):
-    """Frequencies go by the longest sample of a batch."""
+    """Frequencies depend on the longest sample of a batch."""
 
     def angles(self, positions, x, mask):
         longest = x.shape[1] if mask is None else int(mask.sum(-1).max())
@@ -134,7 +134,7 @@ class SegmentsIgnored(Rope):
 
 
 class PaddingInDenominator(Rope):
-    """Padded keys add nothing to the numerator, and count in the denominator."""
+    """Padded keys count in the denominator, but not in the numerator."""
 
     def weighted(self, scores, allowed, v):
         weights = scores.exp()
@@ -142,7 +142,7 @@ class PaddingInDenominator(Rope):
 
 
 class SoftMask(Rope):
-    """Masked scores lose 8 nats in the place of all."""
+    """Masked scores are reduced by 8 nats instead of masked."""
 
     def weighted(self, scores, allowed, v):
         return (scores - 8 * (~allowed)).softmax(-1) @ v if not self.causal else super().weighted(scores, allowed, v)
@@ -183,14 +183,14 @@ class DirectionBlind(Encoder):
 
 
 class Transposed(Encoder):
-    """Keys turn the other way: scores see the sum of positions."""
+    """Keys rotate in the opposite direction: scores depend on the sum of positions."""
 
     def rotated_key(self, k, angle):
         return self.rotated(k, -angle)
 
 
 class Tokens(nn.Module):
-    """Tokens, perhaps with positions that are added, through one layer."""
+    """Embedded tokens, optionally with added positions, through one layer."""
 
     def __init__(self, layer=None, table=None):
         super().__init__()
@@ -210,7 +210,7 @@ class Tokens(nn.Module):
 
 
 def trained():
-    """The arguments of an audit of a model that has learned that the token 3 steps back comes next."""
+    """Arguments of an audit of a model that has learned to repeat the token 3 steps back."""
     model = Tokens()
     adam = torch.optim.Adam(model.parameters(), 0.02)
     for _ in range(150):
@@ -224,7 +224,7 @@ def trained():
 
 @torch.no_grad()
 def interleave(model):
-    """Store queries and keys as code for interleaved pairs would, in code for halves."""
+    """Permute queries and keys to the interleaved layout, in code for halves."""
     rows = model.layers[0].qkv[:2].unflatten(-1, (2, 2, 4)).transpose(-2, -1)
     model.layers[0].qkv[:2] = rows.flatten(-3)
 
@@ -309,14 +309,14 @@ def rotary(made: Any) -> Any:
 
 
 def with_table(made: Any, **parameters: Any) -> Any:
-    """A model whose table is that of other rotary parameters than it declares."""
+    """A model with the rotary table of other parameters than its configuration's."""
     other = model(made.config.model_type, rope_parameters=parameters)
     rotary(made).inv_freq.copy_(rotary(other).inv_freq)
     return made
 
 
 def subclassed(module: Any, **methods: Any) -> Any:
-    """The module with other methods, in a class of its own, so that copies have them too."""
+    """The module with replaced methods, in a subclass, so that copies have them too."""
     module.__class__ = type(module.__class__.__name__, (module.__class__,), methods)
     return module
 
@@ -530,7 +530,7 @@ def with_frequencies(made, frequencies):
 
 
 def late_table():
-    """Beyond the longest length so far a table is built again, in the dtype of activations, and kept."""
+    """For a new longest length the table is built again in the dtype of activations, and kept."""
 
     def forward(self, x, position_ids):
         count = int(position_ids.max()) + 1
@@ -546,7 +546,7 @@ def late_table():
 
 
 def counted_once():
-    """Steps of a padded batch count positions from the tensor's length, for all rows alike."""
+    """Steps of a padded batch count positions from the tensor's length, the same for all rows."""
 
     def prepare(self, input_ids, *args, **kwargs):
         inputs = type(self).__mro__[1].prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
@@ -620,7 +620,7 @@ def setattr_of(made, factor):
 
 
 class CachedByLength(Rope):
-    """The table of a length is kept, whatever the offset of its first position."""
+    """Tables are cached by length, whatever their first position."""
 
     def angles(self, positions, x, mask):
         kept = self.__dict__.setdefault("kept", {})
@@ -633,7 +633,7 @@ class LastPositionForAll(Rope):
 
 
 class OverHeads(Rope):
-    """Angles go by the head, not by the token."""
+    """Angles depend on the head instead of the token."""
 
     def angles(self, positions, x, mask):
         angle = torch.arange(self.heads)[:, None] * self.frequency.double()  # [h f]
@@ -660,7 +660,7 @@ class LateSlopes(Rope):
 
 
 def counting(position):
-    """A tiny Llama whose cached calls get the positions ``position(past, count, memory)``."""
+    """A tiny Llama with positions ``position(past, count, memory)`` in cached calls."""
 
     def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
         past = 0 if past_key_values is None else past_key_values.get_seq_length()

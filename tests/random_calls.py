@@ -33,16 +33,16 @@ CLEAR = re.compile(r"^(\w[\w .,:\[\]'-]*): .*expected .*\bgot\b|^\w+: expected "
 
 
 class Wrong(AssertionError):
-    """What is not as it should be."""
+    """A wrong result of a call."""
 
 
 def is_clear(error: BaseException) -> bool:
-    """Whether an error is one of ours: what was expected, and what came."""
+    """Whether an error states what was expected and what it got."""
     return isinstance(error, ValueError | TypeError | RuntimeError) and bool(CLEAR.search(str(error)))
 
 
 def run(case: Mapping[str, Any]) -> str:
-    """What comes of a call with these arguments, else the simplest: "answer" or "error"; raises where neither is right."""
+    """Outcome of a call with these arguments, the others simplest: "answer" or "error"; raises where neither is right."""
     whole = SimpleNamespace(**{name: values[0] for name, values in CALL.items()} | case)
     torch.manual_seed(whole.seed)
     torch.set_default_dtype(getattr(torch, whole.default))
@@ -53,7 +53,7 @@ def run(case: Mapping[str, Any]) -> str:
 
 
 class Call:
-    """One call, its arguments, and what they should give."""
+    """One call, its arguments, and the expected result."""
 
     def __init__(self, case: SimpleNamespace):
         self.case, self.kind = case, "softmax" if case.call.endswith("softmax") else "linear"
@@ -64,7 +64,7 @@ class Call:
         self.wide = torch.promote_types(self.dtype, torch.float32)
 
     def outcome(self) -> str:
-        """What comes of it."""
+        """Outcome of the call."""
         try:
             self.prepare()
             if self.case.call == "decoder":
@@ -80,14 +80,14 @@ class Call:
         return "answer"
 
     def mode(self) -> Any:
-        """The surroundings of the call."""
+        """Contexts of the call, such as autocast."""
         modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
         if self.case.mode in modes:
             return modes[self.case.mode]()
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype != torch.float16)  # torch has none for it
 
     def prepare(self) -> None:
-        """The scheme and all arguments."""
+        """Build the scheme and all arguments."""
         case = self.case
         name, _, rest = case.scheme.partition(":")
         options = dict(option.split("=") for option in rest.split(",") if option)
@@ -117,7 +117,7 @@ class Call:
                 x.requires_grad_()
 
     def places(self, t: int) -> Tensor:
-        """Positions, of each sample its own where that is asked for."""
+        """Positions, separate per sample if the call has them."""
         first = self.case.far if self.scheme.group.is_grid else 0
         if not self.case.samples:
             return positions(self.scheme.group, t, self.case.seed) + first
@@ -141,7 +141,7 @@ class Call:
         return x
 
     def arguments_of_call(self, longest: int) -> dict[str, Any]:
-        """Mask, segments and what else is not the scheme's, by their names in attention."""
+        """Mask, segments and other arguments that do not come from the scheme, by name."""
         case, s, found = self.case, self.s, {}
         place = torch.arange(s)
         masks = {
@@ -176,7 +176,7 @@ class Call:
         return g if self.t == self.s else (g[..., longest - self.t :], g[..., longest - self.s :])
 
     def at(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The scheme's arguments at the positions, and those in their place."""
+        """The scheme's arguments at the positions, and the arguments that replace some of them."""
         case, scheme = self.case, self.scheme if dtype != torch.float64 else copy.deepcopy(self.scheme).double()
         same = self.x.shape == self.y.shape and torch.equal(self.x, self.y)
         found = dict(scheme.at(self.x, None if same else self.y, dtype=dtype))
@@ -194,7 +194,7 @@ class Call:
         return found
 
     def garbage(self) -> None:
-        """NaN or infinity where no weight is."""
+        """Put NaN or infinity where weights are zero."""
         kind, value = self.case.garbage, float("inf") if self.case.garbage.endswith("inf") else float("nan")
         q, k, v = self.qkv
         self.clean, self.spoilt = [x.clone() for x in self.qkv], None
@@ -229,7 +229,7 @@ class Call:
                 self.changed = self.changed if values[key] is value else kind
 
     def call(self, qkv: Sequence[Any], options: dict[str, Any]) -> Any:
-        """The function on these."""
+        """Call the function with these arguments."""
         functions: dict[str, Callable[..., Any]] = {
             "linear": isopos.linear_attention,
             "softmax": isopos.softmax_attention,
@@ -241,7 +241,7 @@ class Call:
         return functions[self.case.call](*qkv, **options)
 
     def answer(self) -> Any:
-        """What attention makes of it."""
+        """Attention's output."""
         if not self.streams:
             return self.call(self.qkv, self.given | self.own)
         attend = isopos.linear_attention if self.kind == "linear" else isopos.softmax_attention
@@ -269,7 +269,7 @@ class Call:
             return torch.cat(outs, -2) if outs else torch.empty(0, dtype=getattr(self.qkv[0], "dtype", self.dtype))
 
     def compare(self, out: Any) -> None:
-        """Raise `Wrong` where the output, or a gradient, is not what the definition says."""
+        """Raise `Wrong` if the output or a gradient differs from the definition."""
         if self.changed in ("meta", "fake"):
             if out.numel() and out.device.type == "cpu" and type(out) is Tensor:
                 raise Wrong(f"an answer on the CPU, though an argument is {self.changed}")
@@ -314,7 +314,7 @@ class Call:
             self.compare_gradients(out, expected, clean, ratio)
 
     def compare_gradients(self, out: Tensor, expected: Tensor, clean: list[Tensor], ratio: float) -> None:
-        """The same of gradients, where the sums are not too ill conditioned."""
+        """Compare gradients, unless sums are too ill conditioned."""
         if not ratio < 1e3 or self.case.mode == "autocast":
             return
         weight = torch.randn(out.shape, dtype=torch.float64)
@@ -342,7 +342,7 @@ class Call:
         return reference.DEFINITIONS[self.kind](*qkv, **options)
 
     def bounds(self, qkv: list[Tensor]) -> tuple[Tensor, float]:
-        """The magnitude of what is added up for each output, over its denominator; and the largest ratio of the two."""
+        """The sum of magnitudes of the terms of each output over its denominator; and the largest ratio of the two."""
         q, k, v = (x.detach() for x in qkv)
         if self.kind == "softmax":
             return self.bounds_of_softmax(q, k, v)
@@ -386,7 +386,7 @@ class Call:
         )
 
     def denominator(self, q: Tensor, k: Tensor, ones: Tensor, form: str) -> Tensor:
-        """The magnitude of what sums are divided by."""
+        """Magnitude of denominators."""
         names = ("feature_map", "decay", "terms") if form != "encoded" else ("isometry", "feature_map", "decay", "terms")
         keys: dict[str, Any] = {name: self.exact[name] for name in names if self.exact.get(name) is not None}
         keys |= {name: x for name, x in self.own.items() if x is not None} | {"denominator": None}
@@ -406,7 +406,7 @@ class Call:
         return torch.stack(found).movedim(0, -3).flatten(-4, -3)
 
     def bounds_of_softmax(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, float]:
-        """The largest value that takes part, times the largest logit."""
+        """The largest unmasked value times the largest logit."""
         scale = self.exact.get("scale") or 1.0
         largest = 1 + scale * q.norm(dim=-1).amax() * k.norm(dim=-1).amax() if q.numel() and k.numel() else torch.ones(())
         terms = self.exact.get("terms") or ()
@@ -422,7 +422,7 @@ class Call:
         return (largest * size * factor).expand(*q.shape[:-2], self.t, 1), float(largest.detach())
 
     def decoded(self) -> str:
-        """A model instead: finite logits, or one clear error."""
+        """Decode with a model: finite logits, or one clear error."""
         from isopos.models import Decoder
 
         name, _, kind = self.case.odd.partition(":")
@@ -440,11 +440,11 @@ class Call:
 
 
 class Sub(Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of tensors."""
 
 
 def odd(value: Any, kind: str) -> Any:
-    """A value in which every tensor is odd, or another in its place."""
+    """A value with odd tensors in place of its tensors, or another value."""
     other = {"list": [1, 2], "none": None, "text": "plane", "number": 1.5, "numpy": torch.ones(2, 3).numpy()}
     if kind in other:
         return other[kind]

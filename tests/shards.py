@@ -1,4 +1,4 @@
-"""One sequence over a group, for tests: threads with a Gloo group of their own each, or processes; and the comparison.
+"""One sequence over a group, for tests: threads, each with a separate Gloo group, or processes; and the comparison.
 
 ``python -m torch.distributed.run --standalone --nproc-per-node=4 tests/shards.py`` compares every structure in groups of 2,
 3 and 4 processes.
@@ -38,7 +38,7 @@ def group_of(store: Any, rank: int, size: int) -> dist.ProcessGroup:
 
 
 def on_ranks(size: int, run: Callable[[Any, int], Any]) -> list[Any]:
-    """What ``run(group, rank)`` returns on each of `size` ranks, which are threads; raises the first error."""
+    """Results of ``run(group, rank)`` on `size` ranks, which are threads; raises the first error."""
     store, found, errors = distributed.HashStore(), [None] * size, list[BaseException]()
 
     def member(rank: int) -> None:
@@ -59,7 +59,7 @@ def on_ranks(size: int, run: Callable[[Any, int], Any]) -> list[Any]:
 
 @dataclass
 class Whole:
-    """Attention of a whole sequence by one process, with its gradients, to which shards of it are compared."""
+    """Attention of a whole sequence by one process, with gradients: the reference of its shards."""
 
     scheme: Any
     content: Sequence[Tensor]
@@ -170,7 +170,7 @@ def _compare(case: SchemeCase, kind: str, causal: bool, options: dict[str, Any],
 
 
 def overlap(group: Any) -> dict[str, list[float]]:
-    """Milliseconds in a profile of both passes: a collective starts, sums over own keys run, the result is awaited."""
+    """Milliseconds in a profile of both passes: a collective starts, sums over local keys run, the result is awaited."""
     t, names = 1024, {"c10d::_allgather_base_": "sent", "_Differentiable": "sums", "_Finish": "awaited"}
     names |= {"c10d::alltoall_base_": "sent back", "_DifferentiableBackward": "sums back", "_StartBackward": "awaited back"}
     content = torch.randn(3, 1, 8, t, 64, requires_grad=True)

@@ -56,7 +56,7 @@ SHARES |= {"heads": 0.2, "shared": 0.15, "s": 0.25, "d": 0.4, "phi": 0.3, "denom
 
 
 def calls() -> st.SearchStrategy[dict[str, Any]]:
-    """The arguments of a call that are not the simplest ones, by name."""
+    """Arguments of a call that differ from the simplest ones, by name."""
 
     def field(name: str, values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
         usual = round(len(values) * (1 / SHARES.get(name, 0.5) - 1))  # so many times the first value beside all of them
@@ -117,7 +117,7 @@ COUNTS = ("--steps", "--seeds", "--workers", "--devices", "--nodes")  # large on
 
 
 def _values(flag: str) -> st.SearchStrategy[str]:
-    """What may stand after a word of a command line."""
+    """Values that may follow a word of a command line."""
     if flag in COUNTS:
         return st.sampled_from(["-1", "0", "1", "2", "x", "", "nan", "0.5", "-9999999999"])
     specs, paths, texts = st.sampled_from(SPECS.split()), st.sampled_from(PATHS.split()), st.sampled_from(TEXTS)
@@ -131,7 +131,7 @@ def _values(flag: str) -> st.SearchStrategy[str]:
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
-    """The words of a command line: one that is right, with some changes."""
+    """Words of a valid command line, with some changes."""
     words = draw(st.sampled_from(COMMANDS)).split()
     for change in draw(st.lists(st.sampled_from(["value", "value", "gone", "flag", "again"]), max_size=3)):
         n = draw(st.integers(1, len(words)))
@@ -169,7 +169,7 @@ FIELDS = [*(f"all-{name}" for name in VALUES), *(f"field-{name}" for name in VAL
 
 
 class Damage(NamedTuple):
-    """A command that reads runs, and one of their files, damaged: how, and at which share of its length."""
+    """A command that reads runs, and damage to one of their files: its kind, and its place as a share of the length."""
 
     command: str
     file: str
@@ -178,7 +178,7 @@ class Damage(NamedTuple):
 
 
 def damages(files: Sequence[str]) -> st.SearchStrategy[Damage]:
-    """Damage of any of these files, as a rule of one that the command reads."""
+    """Damage to any of these files, mostly to one that the command reads."""
 
     def of(command: str) -> st.SearchStrategy[Damage]:
         read = [file for file in files if file.startswith(READERS[command][1])] or files

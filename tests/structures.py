@@ -1,4 +1,4 @@
-"""Structures: what attention can see of a scheme, derived from the case table, with one row of the table for each.
+"""Structures of schemes as attention sees them, derived from the case table, with one row of the table for each.
 
 A new row whose arguments have a new structure appears here by itself. What concerns attention (settings, devices, modules,
 streams, kernels) runs over structures; what a preset decides (formula, law, options) runs over presets.
@@ -25,7 +25,7 @@ class ComposedCase(SchemeCase):
 
 
 class Structure(NamedTuple):
-    """A structure, the rows that have it, and the one that stands for them."""
+    """A structure, its rows, and the row that represents them."""
 
     kind: str
     case: SchemeCase
@@ -37,7 +37,7 @@ ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case i
 
 
 def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
-    """What attention and modules around it can see of a scheme: types all the way down, and which options there are.
+    """The structure of a scheme: nested types of its arguments, and its options.
 
     But for the arguments named by `apart`, which a test crosses with the others.
     """
@@ -49,7 +49,7 @@ def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
 
 
 def _of_argument(value: Any) -> Any:
-    """Classes, which of them belong to heads, and options that are no numbers."""
+    """Classes, whether they have heads, and options that are not numbers."""
     if isinstance(value, tuple):
         return tuple(map(_of_argument, value))
     if isinstance(value, TokenMap):
@@ -69,13 +69,13 @@ def _heads(leading: tuple[int, ...]) -> str:
 
 
 def _cost(scheme: schemes.Scheme) -> tuple[bool, int]:
-    """Rows that learn come first, since they have gradients to compare; then those of few numbers."""
+    """Sort key: rows with parameters first, for their gradients; then rows with few numbers."""
     tensors = [*scheme.parameters(), *(x for x in vars(scheme.encoding).values() if isinstance(x, Tensor))]
     return not list(scheme.encoding.parameters()), sum(x.numel() for x in tensors)
 
 
 def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
-    """Those of rows and of the kinds of attention that they have; the row that is cheapest to compute stands for each."""
+    """Structures of rows and their kinds of attention, each represented by its cheapest row."""
     found: dict[Any, list[tuple[Any, Structure]]] = {}
     for case in rows:
         for kind in case.kinds:
@@ -90,17 +90,17 @@ STRUCTURES = structures([*SCHEMES, *ENCODINGS_ALONE])
 
 
 def pairs(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Iterator[tuple[SchemeCase, str]]:
-    """The row and the kind of each structure."""
+    """Row and kind of attention of each structure."""
     return ((own.case, own.kind) for own in STRUCTURES if where(own.case, own.kind))
 
 
 def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Decorator:
-    """Parametrises a test of a `case` and a `kind` by families of presets: it runs for all structures of their rows."""
+    """Parametrise a test of a `case` and a `kind` by families of presets, for all structures of their rows."""
     return over_pairs(pairs(where))
 
 
 def over_other_rows() -> Decorator:
-    """Parametrises a test likewise by the rows that stand for no structure: the same code with other numbers."""
+    """Parametrise a test likewise by the rows that represent no structure: the same code with other numbers."""
     seen = {(case.id, kind) for case, kind in pairs()}
     rows = ((case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds)
     return over_pairs((case, kind) for case, kind in rows if (case.id, kind) not in seen)

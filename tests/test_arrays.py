@@ -247,6 +247,8 @@ def test_the_command_writes_arrays_and_keys(isopos):
     with np.load("a.npz") as found:
         assert found["positions"].shape == (5, 1)
         assert explanation(found)["arrays"]["map.second.table"] == "h t f 2"
+        with pytest.warns(DeprecationWarning, match="found is arrays now"):
+            assert explanation(found=found) == explanation(found)
     code, out, _ = isopos("tables", "rope", "--format=gguf-keys", "--extend=linear:factor=2")
     assert (code, json.loads(out)["keys"]["llama.rope.scaling.factor"]) == (0, 2.0)
     assert isopos("tables", "rope", "--format=gguf-keys", "--out=keys.json")[:2] == (0, "keys.json\n")

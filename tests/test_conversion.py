@@ -131,7 +131,7 @@ def test_a_model_that_has_no_linear_attention_says_why(family):
 
 def test_a_window_is_for_linear_attention(tmp_path):
     model = FAMILIES["llama"].make()
-    with pytest.raises(ValueError, match=r"window: expected none but beside one scheme of linear attention"):
+    with pytest.raises(ValueError, match=r"window: expected one only with one scheme of linear attention"):
         patch(model, isopos.rope(HEAD_DIM, attention="softmax"), window=3)
     patch(model, scheme_of("rope"), window=3).save_pretrained(tmp_path)
     config = type(model.config).from_pretrained(tmp_path)

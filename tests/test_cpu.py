@@ -1,4 +1,4 @@
-"""The C kernel beside the PyTorch operations that it replaces, and the same in float64."""
+"""The C kernel compared with the PyTorch operations that it replaces, and with float64."""
 
 import math
 import os
@@ -44,7 +44,7 @@ WITH_TABLES = ["", "plain", "reflected", "masked", "masked, encoded", "packed", 
 
 
 def crossed(rows, columns):
-    """All pairs as parameters, of which the fast tests have a half, by turns: each row and each column several times."""
+    """All pairs as parameters; fast tests take every other pair, so that each row and each column occurs several times."""
     marks = (), pytest.mark.slow
     return [pytest.param(a, b, marks=marks[(i + j) % 2]) for i, a in enumerate(rows) for j, b in enumerate(columns)]
 
@@ -96,7 +96,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
     ids=str,
 )
 def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
-    """With sums of float32: outputs and gradients are those of the same numbers in float64, rounded."""
+    """With sums in float32, outputs and gradients equal those of the same numbers in float64, rounded."""
     d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
@@ -115,7 +115,7 @@ def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
 @pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize(("more", "axes"), crossed(WITH_TABLES, [(), (1,), (3,), (2, 1), (2, 3)]), ids=str)
 def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, more):
-    """Those of tables that heads, samples or none share; the features are not made by PyTorch for them."""
+    """Gradients of tables that heads, samples or nothing share; PyTorch computes no features for them."""
     t, d, draw = 133, 32, torch.Generator().manual_seed(4)
     angles, inputs = (
         torch.randn(*axes, t, d if lifted else d // 2, generator=draw),
@@ -151,7 +151,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 @NEEDED
 @each("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
-    """Whoever computes what, the results are those of one thread, and of float64."""
+    """However threads divide the work, results equal those of one thread, and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
     draw = torch.Generator().manual_seed(1)
     *inputs, grad = with_edges(*(torch.randn(b, h, t, n, generator=draw) for n in (d, d, e, e)))
@@ -194,7 +194,7 @@ def test_streams_agree_with_the_whole(monkeypatch, name, denominator):
 @NEEDED
 @each(("axes", "served"), [((), True), ((3,), True), ((1, 3), True), ((2, 3), False)])
 def test_steps_of_any_axes_are_those_of_each_sample(monkeypatch, axes, served):
-    """One axis of samples longer than 1 at most goes by a step of its own."""
+    """At most one axis of samples is longer than 1 and has a separate stride."""
     q, k, v = torch.randn(3, *axes, 2, 4, 16)
     calls, step = [], cpu.Cpu._step
     monkeypatch.setattr(cpu.Cpu, "_step", lambda *args: calls.append(1) or step(*args))
@@ -306,7 +306,7 @@ def test_inputs_may_be_views(layout):
 @each("form", ["plain", "encoded", "none"])
 @each(("t", "s"), [(1, 300), (70, 513), (300, 1), (200, 64)])
 def test_all_keys_of_other_tokens(t, s, form, threads):
-    """As many queries as one likes, at places of their own; what a masked key holds reaches nothing."""
+    """Any number of queries at other positions; the content of a masked key has no effect."""
     scheme, before = schemes.rope(20, 3, denominator=form), torch.get_num_threads()
     near = [positions.sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
     given = scheme.at(*near) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
@@ -327,7 +327,7 @@ def test_all_keys_of_other_tokens(t, s, form, threads):
 
 @NEEDED
 def test_sums_of_many_keys_lose_no_digits():
-    """Of features that are all alike, whose roundings would add up."""
+    """All features are equal, so their rounding errors would add up."""
     q, k, v = torch.full((3, 1, 1, 1 << 17, 16), -1.0).double()
     given = {"feature_map": FEATURE_MAPS["relu"], "denominator": None}
     exact = linear_attention(q[..., :8, :], k, v, **given)
@@ -337,7 +337,7 @@ def test_sums_of_many_keys_lose_no_digits():
 @NEEDED
 @each("decay", [None, -1e-9])
 def test_denominators_of_many_keys_lose_no_digits(decay):
-    """An average of values that are all alike is that value."""
+    """The average of equal values is this value."""
     x = torch.full((1, 1, 1 << 17, 16), -1.0)
     given = {} if decay is None else {"decay": decay * torch.arange(1 << 17, dtype=torch.float64)}
     out = linear_attention(x, x, x, feature_map=FEATURE_MAPS["relu"], causal=True, **given)
@@ -388,7 +388,7 @@ def test_threads_change_nothing():
 
 @pytest.fixture(params=library.LANES)
 def each_library(request, monkeypatch):
-    """The libraries one by one: a processor with AVX512 runs that of AVX2, too."""
+    """Each library by itself: a processor with AVX512 also runs the library of AVX2."""
     found, lanes = library.libraries()[0], library.LANES[request.param]
     if lanes not in found:
         pytest.skip(f"this machine has no {request.param}")
@@ -403,7 +403,7 @@ EXTREME += [-87, -88, -95, -100, -103, -104, -200, 80]
 @each("causal", [True, False])
 @each("phi", ["elu+1", "relu", "relu2", "exp"])
 def test_features_of_extreme_numbers(each_library, phi, causal):
-    """A key holds one number only, and a value of its own: each feature and each derivative is seen alone."""
+    """Each key has a single nonzero number and a separate value, so that each feature and each derivative is seen alone."""
     x = torch.tensor(EXTREME).expand(16, -1).mT.contiguous()[None, None]
     inputs = torch.zeros_like(x), x, torch.eye(len(EXTREME))[None, None]
     given = {"feature_map": FEATURE_MAPS[phi], "causal": causal, "denominator": None}
@@ -419,7 +419,7 @@ def test_features_of_extreme_numbers(each_library, phi, causal):
 @NEEDED
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_are_rounded_to_nearest_ties_to_even(each_library, dtype):
-    """Bit for bit as PyTorch rounds: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
+    """Bit for bit as in PyTorch: the gradient of v is <q, k> = a + b times powers of two, with b about half a unit."""
     unit, draw = torch.finfo(dtype).eps, torch.Generator().manual_seed(1)
     a = 1 + unit * torch.randint(round(1 / unit), (200,), generator=draw)
     b = unit * torch.tensor([0.5, -0.5, 0.25, 0.75, 0.5 + 1 / 128, 0.5 - 1 / 128, 0, 1]).repeat(25)
@@ -462,7 +462,7 @@ def test_each_weight_is_as_exact_as_float32(each_library, fall, causal):
 @each("rate", [1.0, 200.0, 2000.0])
 @each("part", [0.5, 0.9])
 def test_a_query_may_come_long_after_its_key(part, rate, form):
-    """Both ways: the weight from a key to the query of its index may be zero, and one over it is formed nowhere."""
+    """Bidirectional: the weight from a key to the query of its index may be zero; nothing divides by it."""
     t, draw = 130, torch.Generator().manual_seed(1)
     key = -rate * torch.arange(t, dtype=torch.float64)
     angles = torch.rand(t, 8, generator=draw) / 4
@@ -491,7 +491,7 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 @NEEDED
 @each("causal", [True, False])
 def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
-    """Where a permutation has no whole vectors, and a reflection comes before it."""
+    """For a permutation without whole vectors, after a reflection."""
     draw = torch.Generator().manual_seed(1)
     normal = F.normalize(torch.randn(2, 1, 20, generator=draw), dim=-1)
     index = torch.rand(2, 70, 20, generator=draw).argsort(-1).to(torch.uint8)
@@ -738,7 +738,7 @@ def test_threads_may_have_small_stacks():
 @NEEDED
 @each("bad", [False, True])
 def test_large_results_are_written_past_the_caches(bad):
-    """In memory that was in use before, and only there: the results are those of fresh memory, or of few tokens."""
+    """Only in memory that was used before; results equal those of fresh memory, or of few tokens."""
     inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)
     if bad:
         inputs[2, 0, 1, 4100, 3] = torch.nan

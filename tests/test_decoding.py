@@ -1,4 +1,4 @@
-"""Every way of decoding beside the definition: schemes by what attention sees of them, crossed with the other choices."""
+"""Every way of decoding compared with the definition: structures of schemes, crossed with the other choices."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def _without_gradients():
 
 
 def streams_of(case: SchemeCase) -> list[str]:
-    """Kinds of attention that have steps: of positions that go on by one."""
+    """Kinds of attention that can decode, for positions that increase by one."""
     return [kind for kind in case.kinds if case.group.columns == 1 and case.streams(kind)]
 
 
@@ -38,7 +38,7 @@ ROWS = [
 
 
 def choices_of(kind, feature_maps):
-    """Options beside a scheme: all crossed, or decays with denominators, beside each of which is another feature map."""
+    """Options of schemes: all combinations, or combinations of decays and denominators, each with another feature map."""
     if kind == "softmax":
         yield from ({"attention": kind, "decay": decay} for decay in DECAYS)
         return
@@ -50,7 +50,7 @@ def choices_of(kind, feature_maps):
 
 
 def built(case, options):
-    """A scheme with these options in the place of its own; None where it cannot have them."""
+    """A scheme with these options; None if it does not take them."""
     try:
         return perturb(case.build(FEATURES if case.name else HEAD_DIM, HEADS, **options))
     except ValueError as error:
@@ -65,7 +65,7 @@ def definition(scheme, given):
 
 
 def tolerance(scheme, given, expected, dtype):
-    """Many times what roundings of the inputs to float32 do, where sums may vanish, and few roundings of the output."""
+    """A multiple of the effect of rounding inputs to float32, where sums may vanish, and few roundings of the output."""
     draw, eps = torch.Generator().manual_seed(1), torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     moved = 0.0
     for _ in range(2):
@@ -75,7 +75,7 @@ def tolerance(scheme, given, expected, dtype):
 
 
 def ways(scheme, given):
-    """Outputs of all tokens, by the way in which they are decoded."""
+    """Outputs of all tokens, by way of decoding."""
     tokens, chunks, x = Stream(scheme), Stream(scheme), sequence(LENGTH)
     yield "tokens", torch.cat([tokens(*(a[..., i : i + 1, :] for a in given)) for i in range(LENGTH)], -2)
     pieces = [slice(0, 2), slice(2, 3), slice(3, LENGTH)]  # of a chunk's plan, and of a token's that comes between
@@ -111,7 +111,7 @@ def decodes(case, options, dtype):
 
 
 def half_of(case, kind):
-    """Every second choice, in float32, which has all ways of decoding, and in one of the other dtypes by turns.
+    """Every second choice, in float32, which has all ways of decoding, and in alternating other dtypes.
 
     Of two structures side by side one has the other half, so that each choice meets every second structure.
     """

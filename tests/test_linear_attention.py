@@ -1,4 +1,4 @@
-"""`linear_attention` against its definition, and what it and `softmax_attention` have in common."""
+"""`linear_attention` compared with its definition, and properties that it shares with `softmax_attention`."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def definition_of(attention):
 
 
 def masks(t):
-    """Random, left, right and all padding, and a last sample without."""
+    """Masks: random, left padding, right padding, padding only, and a sample without padding."""
     place = torch.arange(t)
     return torch.stack((torch.rand(t) < 0.5, place >= t // 3, place < t // 3, place < 0, place >= 0))
 
@@ -72,7 +72,7 @@ def masks(t):
 @each("denominator", ["plain", "encoded", "complex", None])
 @each("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
-    """In groups of one chunk of eight tokens, the last of which is shorter."""
+    """In groups of one chunk of eight tokens; the last chunk is shorter."""
     for name, size in {"CHUNK": 8, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
         monkeypatch.setattr(scan, name, size)
     t, encoding = 18, ENCODINGS[encoding]() if ENCODINGS[encoding] else None
@@ -393,7 +393,7 @@ def test_low_precision_inputs(attention, dtype, causal):
 
 
 def autocast_results(encoding, causal, *, forward, backward):
-    """Output and gradients with autocast in the forward pass, in the backward pass."""
+    """Output and gradients with autocast in the forward pass or in the backward pass."""
     torch.manual_seed(0)
     encoding = ENCODINGS[encoding]() if ENCODINGS[encoding] else None
     leaves = inputs(2, t=70, dtype=torch.float32, requires_grad=True)
@@ -519,7 +519,7 @@ def test_log_decays_that_increase_are_refused():
 
 
 def test_queries_beyond_the_next_key_are_refused_both_ways():
-    """Between its own key and the next one a query's weights shrink with distance either way; beyond, they would grow."""
+    """Up to the next key a query's weights shrink with distance in both directions; beyond it they would grow."""
     q, k, v = inputs(2, t=4)
     keys = torch.tensor([0.0, -1.0, -2.0, -3.0], dtype=torch.float64)
     for late in (0.5, 1.0):
@@ -550,7 +550,7 @@ def test_autocast_does_not_reach_a_basis(name):
 @each("denominator", ["plain", None])
 @each("fewer", [0, 3])
 def test_packed_queries_and_keys_may_decay_apart(causal, fewer, denominator):
-    """Offsets of a query's log decay to its key's stay what they are in every segment."""
+    """The offset of a query's log decay to its key's is the same in every segment."""
     if fewer and not causal:
         pytest.skip("without causal, a decay needs as many queries as keys")
     s, ids = 9, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])

@@ -275,7 +275,7 @@ def test_what_is_refused_is_refused_before_anything_is_sent():
                 for options, message in rows:
                     with pytest.raises(ValueError, match=message):
                         attention(**{"q": q, "k": k, "v": v, "group": group} | options)
-            with pytest.raises(ValueError, match="x_key: expected none beside a group"):
+            with pytest.raises(ValueError, match="x_key: expected none with a group"):
                 isopos.rope(4, 2).at(sequence(4), sequence(3), group=group)
         assert traffic.messages == 0
 

@@ -20,6 +20,7 @@ def test_every_scheme_is_drawn(name):
     text = path.read_text()
     assert text.startswith("<?xml")
     assert f">{name}<" in text
+    assert "prefers-color-scheme: dark" in text
     assert ("no relative kernel" in text) == (
         name in ("sinusoidal", "learned", "ape-absolute", "spe-sine", "spe-conv", "shiv-quirk", "liere")
     )

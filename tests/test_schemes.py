@@ -1,4 +1,4 @@
-"""Every scheme of the table: attention is its definition, relative and learnable, whatever is cast or copied."""
+"""Every scheme of the table: attention equals its definition, is relative and learnable, also after casts and copies."""
 
 import copy
 import inspect
@@ -61,7 +61,7 @@ def at(scheme, x, x_key=None):
 
 
 def attend(scheme, q, k, v, x, **more):
-    """Attention of the last tokens at positions x, whose first rows may be those of prefixes."""
+    """Attention of the last tokens at positions x, which may start with positions of a prefix."""
     extra = x.shape[-2] - q.shape[-2]
     q, k, v = (F.pad(content, (0, 0, extra, 0)) for content in (q, k, v))
     mask = torch.arange(x.shape[-2]) >= extra if extra else None
@@ -105,7 +105,7 @@ SHAPES = {"causal": (7, 7, True), "both-ways": (7, 7, False), "causal-cross": (5
 @over_structures(lambda case, kind: kind == "linear")
 @each("shape", SHAPES)
 def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
-    """In chunks of four tokens, of which each group has one."""
+    """In groups of one chunk of four tokens."""
     for name, size in {"CHUNK": 4, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
         monkeypatch.setattr(scan, name, size)
     t, s, causal = SHAPES[shape]
@@ -252,7 +252,7 @@ def test_what_learns_is_what_the_options_say(case):
 
 
 def results(scheme, x):
-    """What a scheme computes: attention's output and the embedding."""
+    """Outputs of a scheme: attention's output and the embedding."""
     torch.manual_seed(1)
     content = inputs_of(scheme, 2, t=9, dtype=torch.float32)
     found = [ATTENTION[scheme.attention](*content, **scheme.at(x), causal=True)]
@@ -436,7 +436,7 @@ def test_fixed_lrpe_in_the_identity_basis_is_rope():
 
 @each(("name", "pairs"), [("lrpe-unitary", 1), ("lrpe-orthogonal", 2)])
 def test_lrpe_learns_its_angles_from_those_of_the_paper(name, pairs):
-    """Types 1 and 2: alpha_t = 10000^(-2t/d) at first, learnable (Appendix D.1), a head its own; type 3 is fixed."""
+    """Types 1 and 2: initially alpha_t = 10000^(-2t/d), learnable (Appendix D.1), separate per head; type 3 is fixed."""
     scheme = schemes.REGISTRY[name](16, HEADS)
     ((path, angles),) = scheme.named_parameters()
     assert (path, angles.dtype, angles.shape) == ("encoding.encoding.frequency", torch.float32, (HEADS, 1, 16 // pairs))
@@ -468,7 +468,7 @@ def test_lrpe_on_complex_pairs_is_rope():
     ],
 )
 def test_thetas_of_types_b_and_c(name, options, count, theta):
-    """pi / 2 / length times t / n, or over t, for t = 1, ..., n: with length given, whatever the input's."""
+    """pi / 2 / length times t / n, or over t, for t = 1, ..., n, with a length that does not depend on the input."""
     length = 50
     scheme = schemes.REGISTRY[name](HEAD_DIM, HEADS, basis="identity", theta=theta, length=length, **options)
     rotary = getattr(scheme.encoding, "encoding", scheme.encoding)
@@ -495,7 +495,7 @@ def test_rotated_features_come_out_interleaved_in_either_layout():
 
 
 def test_layouts_of_rope():
-    """Half: feature i turns with i + d/2. Interleaved: 2i with 2i + 1."""
+    """Half: feature i is paired with i + d/2. Interleaved: 2i with 2i + 1."""
     q, k, _ = inputs(1, t=9)
     x, y = sequence(9), 3 * sequence(9).flip(0)
     half, interleaved = schemes.rope(HEAD_DIM, HEADS, layout="half"), schemes.rope(HEAD_DIM, HEADS)
@@ -634,7 +634,7 @@ def test_retnet_is_rope_with_its_decay():
 
 
 def test_retnet_has_the_frequencies_of_its_code():
-    """torchscale: angle = 1 / 10000^linspace(0, 1, d / 2) of pairs (2i, 2i+1), and gamma = 1 - 2^(-5-h) a step."""
+    """torchscale: angle = 1 / 10000^linspace(0, 1, d / 2) of pairs (2i, 2i+1), and gamma = 1 - 2^(-5-h) per step."""
     (q, k, _), x, y = inputs(1, t=9), sequence(9), 3 * sequence(9).flip(0)
     scheme = schemes.retnet(HEAD_DIM, HEADS, original=True, frequencies="torchscale")
     (found,) = scores_of(scheme, q, k, (x, y))
@@ -647,7 +647,7 @@ def test_retnet_has_the_frequencies_of_its_code():
 
 
 def test_xpos_shrinks_as_its_equation_says():
-    """zeta_i = (2i / d + 0.4) / 1.4 in as many steps as the catalogue says, whatever the pair's turn."""
+    """zeta_i = (2i / d + 0.4) / 1.4 in the number of steps of the catalogue, whatever the pair's frequency."""
     steps = int(isopos.CATALOG["xpos"].equation.partition("zeta^(-t / ")[2].partition(")")[0])
     scheme, d = schemes.xpos(HEAD_DIM, 1), HEAD_DIM
     rho_q, rho_k = scheme.encoding.query(sequence(1), torch.float64), scheme.encoding.key(sequence(1) - steps, torch.float64)
@@ -685,7 +685,7 @@ def test_seeds_choose(name):
 
 
 def test_parts_side_by_side_are_drawn_apart():
-    """No two axes or planes of a scheme that draws start alike; ape-product's smallest parts have no room for two bases."""
+    """Random initial values of all axes and planes differ; ape-product's smallest parts have no room for two bases."""
     compared = 0
     for case in (c for c in SCHEMES if "seed" in schemes.options_of(c.name) and c.name != "ape-product"):
         for one in (m for m in case.build().encoding.modules() if isinstance(m, encodings.DirectSum)):

@@ -1,7 +1,10 @@
 """What `make docs` calls wrong: links, anchors, pictures, what is loaded; and code of pages that fails."""
 
+import re
+
 import pytest
 
+import isopos
 from tools import site, tutorials
 
 pytestmark = pytest.mark.skipif(not (site.ROOT / "docs").exists(), reason="docs/ is part of the repository only")
@@ -94,3 +97,19 @@ def test_a_page_is_run(tmp_path, monkeypatch, before, after, said):
 def test_every_tutorial_has_code():
     named = {page.name for page in tutorials.pages()}
     assert {page.name for page in (site.ROOT / "docs" / "tutorials").glob("*.md")} | {"README.md", "uses.md"} <= named
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("<p>As <q, rho(y) k> = 1</p>", "<p>As &lt;q, rho(y) k&gt; = 1</p>"),
+        ('<a href="x,y">a, b</a><br><td>', '<a href="x,y">a, b</a><br><td>'),
+    ],
+)
+def test_inner_products_are_no_tags(before, after):
+    assert re.sub(site.INNER_PRODUCT, r"&lt;\1&gt;", before) == after
+
+
+def test_the_index_names_docstrings():
+    assert site._first_sentence("isopos.alibi") == isopos.alibi.__doc__.split("\n\n")[0].strip()
+    assert site._first_sentence("isopos.feature_maps.FEATURE_MAPS") == ""

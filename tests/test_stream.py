@@ -1,4 +1,4 @@
-"""Streams: the numbers of attention, token by token and chunk by chunk, whichever way they go."""
+"""Streams: the numbers of attention, token by token and chunk by chunk, on every code path."""
 
 import copy
 import itertools
@@ -38,7 +38,7 @@ def _without_gradients():
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Calls so far of steps that write over their sums."""
+    """Number of calls of steps that overwrite their sums."""
     calls, call = [], CpuSteps.__call__
 
     def counted(steps, *token):
@@ -63,7 +63,7 @@ def tokens(given):
 
 
 def by_states(scheme, given):
-    """The tokens' outputs and last state as attention has them, given states."""
+    """Outputs of tokens and the last state, computed by attention with states."""
     attend, found, state = getattr(attention, f"{scheme.attention}_attention"), [], State()
     for i, token in enumerate(tokens(given)):
         at = scheme.at(torch.tensor([[i]]), state=state, dtype=given[0].dtype)
@@ -73,27 +73,27 @@ def by_states(scheme, given):
 
 
 def same(state, other, equal=torch.equal):
-    """Whether two states are of the same stream, bit for bit."""
+    """Whether two states are equal, bit for bit."""
     assert (state.kind, state.fingerprint, set(state.tensors)) == (other.kind, other.fingerprint, set(other.tensors))
     return all(equal(x, other[name]) for name, x in state.tensors.items())
 
 
 def near(x, other):
-    """Whether tensors are the same up to roundings: products of matrices round by the number of tokens that are mapped."""
+    """Whether tensors are equal up to rounding, since matrix products round differently for other numbers of tokens."""
     if x.is_floating_point():
         close(x, other, roundings=64)
     return x.is_floating_point() or torch.equal(x, other)
 
 
 def called(stream, given, *cuts, x=None):
-    """Outputs of the tokens between cuts, a call each."""
+    """Outputs of the tokens between cuts, one call each."""
     parts = [slice(*pair) for pair in itertools.pairwise(cuts)]
     return torch.cat([stream(*(a[..., p, :] for a in given), None if x is None else x[..., p, :]) for p in parts], -2)
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    """Tokens of each call that was checked."""
+    """Numbers of tokens of the calls that were checked."""
     calls, check = [], stream_module.check_linear
     monkeypatch.setattr(
         stream_module, "check_linear", lambda q, *args, **more: calls.append(q.shape[-2]) or check(q, *args, **more)
@@ -102,7 +102,7 @@ def checks(monkeypatch):
 
 
 def no_few(monkeypatch):
-    """Chunks go by sums of chunks, however short."""
+    """Chunks of any length take the code for chunks."""
     for kind in (CpuSteps, TorchSteps):
         monkeypatch.setattr(kind, "few", 1)
 
@@ -175,7 +175,7 @@ def test_positions_may_leave_some_out(checks, samples):
 
 @pytest.mark.parametrize("steps", [(0, 1, 2, 3, 4), (0, 2, 4)], ids=["tokens", "chunks"])
 def test_positions_that_changed_in_place_are_read_again(steps):
-    """A loop that writes each position over the last one has the new one: tables are kept only as long as it is."""
+    """A loop that overwrites its positions in place gets the new ones: tables are kept only for unchanged positions."""
     scheme = isopos.rope(16, 2)
     given, stream, found = content(scheme, 4), Stream(scheme), []
     places = torch.tensor([0.0, 2, 3, 7])[:, None]
@@ -266,7 +266,7 @@ def test_each_step_has_the_decay_of_its_token(prepared, denominator):
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", PREPARED)
 def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominator):
-    """The same operations as `linear_attention` has without a kernel, but for checks: bit for bit."""
+    """The same operations as `linear_attention` without a kernel, except for checks: bit for bit."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     monkeypatch.setattr(stream_module, "AHEAD", 4)
     calls, call = [], TorchSteps.__call__
@@ -283,7 +283,7 @@ def test_without_a_kernel_longer_than_tables_reach(monkeypatch, name, denominato
 
 @pytest.mark.parametrize("name", ["rope", "retnet"])
 def test_without_a_kernel_what_decayed_to_nothing_is_gone(monkeypatch, name):
-    """A weight of zero takes NaN away, as it does in a whole sequence; without decay it stays."""
+    """A weight of zero removes NaN, as in a whole sequence; without decay NaN stays."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     scheme = schemes.REGISTRY[name](16, 3, decay=Decay(torch.full((3,), 400.0)) if name == "retnet" else "none")
     q, k, v = content(scheme, 5, 2)
@@ -295,7 +295,7 @@ def test_without_a_kernel_what_decayed_to_nothing_is_gone(monkeypatch, name):
 
 
 def test_without_a_kernel_inference_mode_may_end(monkeypatch):
-    """What is made inside cannot be written over outside: a step the long way, then prepared again."""
+    """Tensors created inside cannot be overwritten outside: one step by attention, then the step is prepared again."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "none"))
     scheme = isopos.retnet(16, 3)
     given, steps, outs = content(scheme, 8, 2), Stream(scheme), []
@@ -352,7 +352,7 @@ def test_another_layout_may_stay_when_tables_are_made_again(monkeypatch, prepare
 @NEEDED
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_does_not_fit_goes_the_long_way(prepared, fails):
-    """A mask, options, gradients, other shapes: as attention has them, or its error; the stream goes on."""
+    """A mask, options, gradients, other shapes: attention's result or its error; the stream continues."""
     scheme = isopos.retnet(32, 3)
     given = content(scheme, 6, 2)
     steps = Stream(scheme)
@@ -542,7 +542,7 @@ def test_copies_go_on_by_themselves(monkeypatch, how, compiled):
 
 
 def test_threads_may_share_tables(monkeypatch):
-    """Tables are another thread's or one's own, never half of each."""
+    """A thread uses the tables of one thread, never parts of two."""
     scheme = isopos.rope(16, 3)
     given, first, at = content(scheme, 9, 2), Stream(scheme), type(scheme).at
     expected, _ = by_states(scheme, given)

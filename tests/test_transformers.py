@@ -1,4 +1,4 @@
-"""Models of transformers with schemes of isopos; tiny ones, of random weights. Importing transformers takes seconds."""
+"""Tiny random models of transformers with schemes of isopos. Importing transformers takes seconds."""
 
 import copy
 import gc
@@ -114,7 +114,7 @@ def close(actual, expected, atol=2e-4):
 
 
 def everything(model):
-    """What a patch could leave behind: modules, attributes and the configuration."""
+    """Everything that a patch could leave behind: modules, attributes and the configuration."""
     found = {name: id(module) for name, module in model.named_modules()}
     found |= {name: {*vars(module)} for name, module in model.named_modules()}
     return found, [*model.state_dict()], id(model.config), model.config.to_dict(), model.config._attn_implementation
@@ -189,7 +189,7 @@ def test_no_positions_at_all(hf):
 
 
 def test_angles_far_away_are_exact(model):
-    """The original's are 32-bit products: wrong by up to 0.24 at position 10^7."""
+    """The original's angles are 32-bit products, wrong by up to 0.24 at position 10^7."""
     far = torch.tensor([[10**7 + 1]])
     patch(model, rope())
     cos, _ = model.base_model.rotary_emb(torch.zeros(1, 1, 1), far)
@@ -201,7 +201,7 @@ def test_angles_far_away_are_exact(model):
 
 
 def projected(layer, x):
-    """Queries, keys and values ``[b h t d]`` of a layer of any family, ahead of positions."""
+    """Queries, keys and values ``[b h t d]`` of a layer of any family, before positions are applied."""
     if hasattr(layer, "query_key_value"):
         return layer.query_key_value(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1)
     q, k, v = (a(x).unflatten(-1, (-1, HEAD_DIM)) for a in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -211,7 +211,7 @@ def projected(layer, x):
 
 @torch.no_grad()
 def as_defined(model, scheme, ids):
-    """What a patched model's attention returned in a forward, and what it ought to by definition, a layer each."""
+    """For each layer, the output of a patched model's attention, and the output by definition."""
     seen, hooks = [], []
     name = "attention" if hasattr(model.base_model.layers[0], "attention") else "self_attn"
     for layer in model.base_model.layers:
@@ -278,7 +278,7 @@ def test_a_cache_gives_what_whole_sequences_give(model, name):
 
 @ALL_OURS
 def test_padding_changes_nothing(model, name):
-    """On the left, where positions are counted from the first real token, or from the first row, and on the right."""
+    """Left padding, with positions from the first real token or the first row, and right padding."""
     patch(model, scheme_of(name))
     short, long = tokens(1, 8), tokens(1)
     rows = torch.cat((torch.full((1, 4), 7), short), 1)
@@ -308,7 +308,7 @@ def test_generation_is_that_of_whole_sequences(model, name, way):
 
 
 def test_positions_differ_from_token_to_token(model):
-    """Cached keys keep the positions they came with, even those that a model never counts."""
+    """Cached keys keep their positions, also positions that a model never counts."""
     scheme, ids = scheme_of("alibi"), tokens(1)
     patch(model, scheme)
     places = torch.arange(LENGTH)[None] * 3
@@ -395,7 +395,7 @@ def test_models_that_share_a_configuration_have_schemes_of_their_own(hf, model):
 
 
 class Kept:
-    """A cache of one layer, which begins here."""
+    """A cache of one layer that starts empty."""
 
     def update(self, keys, values, layer):
         return keys, values
@@ -463,7 +463,7 @@ def encoder(hf, family, **options):
 
 @torch.no_grad()
 def encoded(model, scheme, x, *given):
-    """What each attention of a patched encoder returned, and what it ought to by definition at positions x ``[t c]``."""
+    """For each attention of a patched encoder, its output, and the output by definition at positions x ``[t c]``."""
     seen, hooks = [], []
     for module in model.modules():
         if type(module).__name__ in ("BertSelfAttention", "ViTAttention"):
@@ -508,7 +508,7 @@ def test_bert_sees_positions_through_its_scheme_alone(hf, name):
 
 
 def test_the_encoder_of_bert_may_be_called_by_itself(hf):
-    """With its features by name, too; a layer alone has no scheme, and says so."""
+    """Also with features by name; a layer called alone has no scheme, which is an error."""
     bert, ids = encoder(hf, "Bert").bert, tokens()
     patch(bert, ENCODERS["t5"]())
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -611,7 +611,7 @@ def deep(hf, family="Llama", **options):
 
 @pytest.fixture
 def count(monkeypatch):
-    """How often schemes were evaluated since it was asked last."""
+    """Number of evaluations of schemes since the last call."""
     calls, at = [], schemes.Scheme.at
     monkeypatch.setattr(schemes.Scheme, "at", lambda *args, **options: calls.append(0) or at(*args, **options))
 
@@ -624,7 +624,7 @@ def count(monkeypatch):
 
 
 def each_for_itself(monkeypatch):
-    """Every layer evaluates, as if no other did."""
+    """Every layer evaluates the scheme by itself."""
     evaluate = evaluated.Evaluated._evaluate
     monkeypatch.setattr(evaluated.Evaluated, "_at", lambda self, *args: evaluate(self, *args).at)
 
@@ -675,7 +675,7 @@ def test_cosines_and_sines_are_made_once_a_forward(hf):
 
 
 def test_layers_of_two_kinds_evaluate_once_a_kind(hf, count):
-    """Cached keys of layers with a window are others than those of layers without."""
+    """Layers with a window and layers without have different cached keys."""
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 4}
     model, ids, found = patch(deep(hf, "Qwen2", **kinds), scheme_of("t5")), tokens(), []
     whole = logits(model, ids)
@@ -885,7 +885,7 @@ def test_heads_of_other_tasks(hf):
 
 
 def saved(hf, tmp_path, scheme, family="Llama"):
-    """A patched model, and the folder that it was saved to."""
+    """A patched model, and its saved folder."""
     model = make(hf, family)
     patch(model, scheme).save_pretrained(tmp_path / "model")
     return model, tmp_path / "model"

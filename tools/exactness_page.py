@@ -35,8 +35,8 @@ sequences with a decay lose some digits of float64 to the jumps that separate th
 "-" means refused; a number in brackets refers to the reason below the tables. After a scheme's name it applies to the whole
 row, whose figures are for the other kind of attention. Here: torch {torch}, {machine}, one thread.
 """
-BESIDE = """\
-## Beside other libraries
+COMPARED = """\
+## Compared with other libraries
 
 Rotary embeddings of {head_dim} features, base 10000, at {length} positions from the one named on: in float32, with bfloat16
 inputs, and with inputs and module in bfloat16 (`module.bfloat16()`). The reference has angles in numpy's widest float; all
@@ -65,7 +65,7 @@ def page() -> str:
         *map(written, sections),
         *(f"[{n}] {note}  " for n, note in enumerate(notes, 1)),
         "",
-        BESIDE.format(head_dim=accuracy.HEAD_DIM, length=accuracy.LENGTH, missing=missing),
+        COMPARED.format(head_dim=accuracy.HEAD_DIM, length=accuracy.LENGTH, missing=missing),
         *map(written, other_libraries()),
     ]
     return "\n".join(lines).rstrip() + "\n"

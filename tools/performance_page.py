@@ -1,21 +1,26 @@
-"""docs/performance-tables.md from runs, and the summary in docs/performance.md from these tables.
+"""docs/performance-tables.md from runs, and from these tables the summary in docs/performance.md and its picture.
 
 python -m tools.performance_page {FOLDER,OTHERS}/bench.json > docs/performance-tables.md
+python -m tools.performance_page > docs/performance.svg
 python -m tools.generate
 """
 
 import json
 import sys
-from itertools import repeat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from isopos.lab.bench.results import merged
 from isopos.lab.reports.grids import markdown
+from isopos.lab.reports.plots import EVEN, TOTAL, svg_text
 from isopos.lab.timing import Row, titles
-from tools.pages import ROOT, Rows, tables
+from tools.pages import ROOT, tables
 
-__all__ = ["page", "summary"]
+__all__ = ["page", "picture", "summary"]
 
 SECTIONS = {
     "attention": "Linear attention",
@@ -67,19 +72,41 @@ SUMMARY = (  # task, workload, baseline
 
 def summary() -> str:
     """The most important rows: times and ratios over the allocators, from docs/performance-tables.md."""
+    rows = [(line[0], " to ".join(times), line[2], speed) for line, times, speed, _ in _summarised()]
+    return f"\n{markdown(('task', 'isopos', 'compared with', 'speed'), rows)}\n"
+
+
+def picture() -> str:
+    """The summary as text of an SVG file: one bar per row, from the lowest to the highest speed, on a logarithmic axis."""
+    rows = list(_summarised())
+    with rc_context({"font.size": 11, "svg.hashsalt": "isopos"}):
+        figure = Figure(figsize=(5.4, 0.55 * len(rows) + 0.6), layout="constrained")
+        axes = figure.subplots()
+        for y, ((title, _, baseline), _, speed, (low, high)) in enumerate(rows):
+            axes.plot([1, low], [y, y], color=EVEN, linewidth=2)
+            axes.plot([low, high], [y, y], color=EVEN, linewidth=8, solid_capstyle="butt")
+            axes.text(1.08, y - 0.2, f"{title}\n{speed} {baseline}", fontsize=9)
+        axes.axvline(1, color=TOTAL, linewidth=0.8)
+        axes.set_ylim(len(rows) - 0.6, -0.9)
+        axes.set(xscale="log", xlim=(0.8, 2000), yticks=[], xlabel="times as fast as the baseline")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        return svg_text(figure)
+
+
+def _summarised() -> Iterator[tuple[tuple[str, str, str], list[str], str, tuple[float, float]]]:
+    """Each line of `SUMMARY`, its times and speeds as text, and the lowest and highest speed."""
     rows = [row for table in tables(ROOT / "docs" / "performance-tables.md") for row in table[1:]]
-    return f"\n{markdown(('task', 'isopos', 'compared with', 'speed'), map(_summarised, SUMMARY, repeat(rows)))}\n"
-
-
-def _summarised(line: tuple[str, str, str], rows: Rows) -> tuple[str, str, str, str]:
-    title, workload, baseline = line
-    matching = [row for row in rows if row[:2] == [workload, baseline]]
-    if not matching:
-        raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {baseline!r}, got none")
-    ratios = sorted(float(row[5].partition("x")[0]) for row in matching)
-    times = sorted((row[3] for row in matching), key=lambda time: float(time.split()[0]))
-    ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
-    return title, " to ".join(dict.fromkeys((times[0], times[-1]))), baseline, f"{' to '.join(dict.fromkeys(ends))} times"
+    for line in SUMMARY:
+        _, workload, baseline = line
+        matching = [row for row in rows if row[:2] == [workload, baseline]]
+        if not matching:
+            raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {baseline!r}, got none")
+        ratios = sorted(float(row[5].partition("x")[0]) for row in matching)
+        times = sorted((row[3] for row in matching), key=lambda time: float(time.split()[0]))
+        ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
+        speed = f"{' to '.join(dict.fromkeys(ends))} times"
+        yield line, list(dict.fromkeys((times[0], times[-1]))), speed, (ratios[0], ratios[-1])
 
 
 def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
@@ -100,4 +127,4 @@ def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(*(json.loads(Path(file).read_text()) for file in sys.argv[1:])), end="")
+    print(page(*(json.loads(Path(file).read_text()) for file in sys.argv[1:])) if sys.argv[1:] else picture(), end="")

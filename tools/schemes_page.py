@@ -28,12 +28,12 @@ FAR, STEPS = 10**6, "path"
 COMMAND = "python -m tools.generate"
 INTRODUCTION = f"""# The schemes
 
-The {len(CATALOG)} schemes: their formulas, uses, laws and options, each with its default options. Laws and uses are measured
-by building the scheme with {HEAD_DIM} features and {HEADS} heads; formulas, costs and extensions to other groups are stated.
+Formulas, uses, laws and options of the {len(CATALOG)} schemes, each with its default options. Uses and laws are measured on
+schemes with {HEAD_DIM} features and {HEADS} heads; formulas, costs and extensions to other groups are not measured.
 
-A scheme is a function of head size and heads: `isopos.rope(64, 8)`, on the command line `rope`, with options
-`rope:decay=retnet`. q and k are a query and a key (their features in linear attention), x and y their positions, and
-t = y - x. A number in brackets refers to a note below the table.
+A scheme is built from head size and heads, `isopos.rope(64, 8)`. On the command line it is `rope`, or with options
+`rope:decay=retnet`. In formulas q and k are a query and a key (their features in linear attention), x and y their positions,
+and t = y - x. A number in brackets refers to a note below the table.
 
 `isopos show SCHEME` draws the scores, `isopos check SCHEME` prints the figures behind the laws, and `isopos compare
 --schemes A,B` trains small models. In the site, the [explorer](explorer.md) compares kernels, extensions and errors of any
@@ -41,7 +41,7 @@ options.
 """
 
 DEFINITIONS = """\
-Scores are without feature map and decay. For an additive embedding the score column has the added vector.
+Scores leave out feature map and decay. For an additive embedding the score column has the added vector.
 """
 USES = """\
 **linear**, **softmax**: the kinds of attention that the scheme supports. **causal**, **bidirectional**, **cross** (keys are
@@ -58,13 +58,14 @@ do not apply. **direction**: scores distinguish the query from the key, once lea
 number of positions after which an encoding repeats, with {head_dim} features and {heads} heads.
 """
 OPTIONS = """\
-Every scheme also takes {choices}. The table shows the defaults, with linear attention if the scheme supports it; the
+Every scheme also takes {choices}. The table shows the defaults, for linear attention if the scheme supports it. The
 docstring of each function explains its options.
 """
 CODE = """\
-Differences of released code, for comparisons and for transferring weights. Where a paper and its code differ, schemes follow
-the paper; an option in backticks gives the code's behaviour. [peers.md](peers.md) has the numerical differences of
-packages that can be run. Unless an entry says otherwise, the code also rotates pairs (2i, 2i+1) by the positive angle.
+Differences between released code and these schemes, for comparisons and for transferring weights. If a paper and its code
+differ, schemes follow the paper; an option in backticks selects the code's behaviour. [peers.md](peers.md) has numerical
+differences of packages that can be run. Unless an entry says otherwise, the code also rotates pairs (2i, 2i+1) by the
+positive angle.
 In isopos rows come before columns, positions count tokens or patches from 0, and layers share a scheme and its
 parameters unless a model is given a list with one scheme per layer.
 """
@@ -166,12 +167,12 @@ def page() -> str:
     sections = (
         INTRODUCTION,
         *_section("Families", _families(schemes)),
-        *_section("What they are", _definitions(schemes)),
-        *_section("Where they work", _uses(schemes)),
-        *_section("What holds", _laws(schemes)),
+        *_section("Definitions", _definitions(schemes)),
+        *_section("Supported attention", _uses(schemes)),
+        *_section("Measured laws", _laws(schemes)),
         *_section("Defaults and options", _options(schemes)),
-        *_section("Beside the authors' code", _code()),
-        *_section("What does not fit", [ABSENT.rstrip()]),
+        *_section("Differences from the authors' code", _code()),
+        *_section("Encodings that do not fit", [ABSENT.rstrip()]),
         *_section("Every exactly relative score of a line", [COMPLETE.rstrip()]),
         *_section("The nine criteria", _criteria(schemes)),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from isopos.catalog import CATALOG
+from isopos.lab.reports.grids import markdown
 from isopos.schemes import REGISTRY, Scheme
 from tools import explorer
 from tools.pages import ROOT, Rows, tables
@@ -39,6 +40,7 @@ API = {  # a page, and the modules of isopos on it
     "runtimes": ("integrations.onnx", "integrations.program", "integrations.arrays"),
     "laboratory": ("lab", "lab.tasks.task", "lab.recipes"),
 }
+INNER_PRODUCT = r'<([A-Za-z][^<>="/]*,[^<>="]*)>'  # Python-Markdown takes <q, k> for a tag
 CARD = """\
 <figure markdown="span" id="{name}">
 [![{alt}](gallery/{name}.svg){{ loading=lazy }}](gallery/{name}.svg)
@@ -73,6 +75,7 @@ def build() -> None:
     shutil.rmtree(BUILT, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT, check=True)
     for path in BUILT.rglob("*.html"):
+        _rewrite(path, INNER_PRODUCT, r"&lt;\1&gt;")
         _rewrite(path, r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', _formula)
 
 
@@ -121,19 +124,17 @@ GALLERY = (
 
 def _picture(scheme: Scheme, path: Path) -> None:
     """Draw a small picture of a scheme's kernel."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from isopos.lab.reports.kernels import fill_zeros, panels
-    from isopos.lab.reports.plots import draw
+    from isopos.lab.reports.plots import draw, svg_text
 
     fill_zeros(scheme)
     every_panel = list(panels(scheme))
     figure = Figure(figsize=(4.6 * len(every_panel), 3.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
         draw(axes, panel, scheme, alone=len(every_panel) == 1)
-    with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path, bbox_inches="tight")
+    path.write_text(svg_text(figure, bbox_inches="tight"), encoding="utf-8")
 
 
 def _table(page: str, *titles: str) -> Rows:
@@ -142,18 +143,32 @@ def _table(page: str, *titles: str) -> Rows:
 
 
 def _api() -> None:
-    """Write one page per entry of `API`, with the public names of its modules."""
+    """Write one page per entry of `API`, with the public names of its modules, and an index of all names."""
     (STAGED / "api").mkdir()
+    index = ["# API: index\n", "Every public name with the first sentence of its docstring.\n"]
     for page, modules in API.items():
         lines = [f"# API: {page}\n"]
-        if page == "schemes":
-            lines += (f"::: isopos.{function.__name__}\n" for function in REGISTRY.values())
+        sections = [("isopos", [function.__name__ for function in REGISTRY.values()])] if page == "schemes" else []
+        lines += (f"::: isopos.{name}\n" for _, names in sections for name in names)
         for module in (importlib.import_module(f"isopos.{name}") for name in modules):
             lines += [f"## {module.__name__}\n", f"{(module.__doc__ or '').strip()}\n"]
             defined = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
-            names = getattr(module, "__all__", None) or (name for name in defined if name[0].isupper())
+            names = list(getattr(module, "__all__", None) or (name for name in defined if name[0].isupper()))
             lines += (f"::: {module.__name__}.{name}\n" for name in names)
+            sections.append((module.__name__, names))
         (STAGED / "api" / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
+        for module, names in sections:
+            rows = [(f"[`{name}`]({page}.md#{module}.{name})", _first_sentence(f"{module}.{name}")) for name in names]
+            index += [f"## {module}\n", markdown(("name", "what it is"), sorted(rows, key=lambda row: row[0].lower())), ""]
+    (STAGED / "api" / "index.md").write_text("\n".join(index), encoding="utf-8")
+
+
+def _first_sentence(path: str) -> str:
+    """First sentence of the docstring of a public name; empty for values, which have none of their own."""
+    module, _, name = path.rpartition(".")
+    value = getattr(importlib.import_module(module), name)
+    documented = isinstance(value, type) or (callable(value) and hasattr(value, "__name__"))
+    return (value.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ") if documented else ""
 
 
 class _Page(HTMLParser):

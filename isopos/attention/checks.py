@@ -179,7 +179,7 @@ def check_ring(shards: Shards, linear: bool, phases: bool, dropout: float) -> No
         )
     if shards.zigzag and phases:
         raise ValueError(
-            "group: expected contiguous shards beside content-dependent phases, which sum up in the order of tokens, "
+            "group: expected contiguous shards with content-dependent phases, which sum up in the order of tokens, "
             "got zig-zag ones"
         )
     if shards.ring and dropout:

@@ -1,4 +1,4 @@
-"""What softmax attention knows of pairs of tokens: which take part, and the numbers added to their logits."""
+"""Pairs of tokens in softmax attention: the mask of pairs that take part, and the numbers added to their logits."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def takes_part(problem: SoftmaxProblem) -> Tensor:
 
 def added_to_logits(problem: SoftmaxProblem) -> Tensor:
     """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
-    q, k, g, wide = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
+    q, k, g, dtype = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
     bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
@@ -37,8 +37,8 @@ def added_to_logits(problem: SoftmaxProblem) -> Tensor:
     if bias.device != q.device:
         bias = cast_down(bias, torch.float32, q.device)
     if problem.attn_mask is not None and problem.attn_mask.is_floating_point():
-        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, wide))
+        bias = bias + problem.attn_mask.to(torch.promote_types(problem.attn_mask.dtype, dtype))
     for term in problem.terms:
         if term.side != "value":
-            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(wide), k.to(wide))
+            bias = bias + (1 if term.side == "none" else problem.scale) * term.scores(q.to(dtype), k.to(dtype))
     return bias

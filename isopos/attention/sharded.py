@@ -33,7 +33,7 @@ __all__ = ["checked", "softmax_problem", "totals"]
 
 
 def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
-    """A checked problem, whose content-dependent phases continue from the previous shards."""
+    """The checked problem; content-dependent phases continue from the previous shards."""
     problem = check(q, k, v, options, streams=streams)
     if problem.shards is None or problem.phase is None:
         return problem
@@ -42,7 +42,7 @@ def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, o
 
 
 def totals(sums: Sums, problem: LinearProblem) -> Tensor:
-    """Sums of the queries of a shard over all shards, not divided."""
+    """Sums of a shard's queries over the keys of all shards, before division by the denominator."""
     shards = problem.shards
     assert shards is not None
     triples = sums.triples()
@@ -58,7 +58,7 @@ def totals(sums: Sums, problem: LinearProblem) -> Tensor:
 
 
 def _carried(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, causal: bool, shards: Shards) -> Tensor:
-    """Sums of the queries of a shard over local keys and over the shards before and after."""
+    """Sums of a shard's queries over local keys, over earlier shards and, without `causal`, over later ones."""
     directions = (False,) if causal else (False, True)
     sent = [] if g is None else [g[1][..., 0], g[1][..., -1]]
     sent += [_state(k, v, g, after) for after in directions for _, k, v in triples]
@@ -68,22 +68,22 @@ def _carried(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, causal
         batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         q, k, v = (x.expand(*batch, *x.shape[-2:]) for x in (q, k, v))
         sums.append(linear.linear(Sums(q, k, v, ALL_READY, g, causal)))
-    found = pending.wait()
+    gathered = pending.wait()
     edges = None
     if g is not None:
-        (first, last), found = found[:2], found[2:]
+        (first, last), gathered = gathered[:2], gathered[2:]
         _check_order(first, last)
         edges = first, last
     count = len(triples)
     for n, after in enumerate(directions):
-        states = found[n * count : (n + 1) * count]
+        states = gathered[n * count : (n + 1) * count]
         far = [_far(q, state, g, edges, after, shards.rank) for (q, _, _), state in zip(triples, states, strict=True)]
         sums = [total + more for total, more in zip(sums, far, strict=True)]
     return torch.cat(sums, -1)
 
 
 def _state(k: Tensor, v: Tensor, g: Decays, after: bool) -> Tensor:
-    """The sum of k v^T over a shard ``[*b h d e]`` at its last key; with `after` at its first, for the shards before."""
+    """Decayed sum of k v^T over a shard ``[*b h d e]``, at its last key; at its first key with `after`."""
     if g is None:
         return k.mT @ v
     exponent = g[1] - g[1][..., :1] if after else g[1][..., -1:] - g[1]
@@ -92,16 +92,16 @@ def _state(k: Tensor, v: Tensor, g: Decays, after: bool) -> Tensor:
 
 
 def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank: int) -> Tensor:
-    """Sums of queries over the shards before theirs, or after it, from all states ``[size *b h d e]``."""
+    """Sums of queries over earlier shards, or with `after` over later ones, from the states of all ``[size *b h d e]``."""
     index = torch.arange(len(states), device=q.device)
-    part = (index > rank if after else index < rank).view(-1, *(1,) * (states.ndim - 1))
+    counted = (index > rank if after else index < rank).view(-1, *(1,) * (states.ndim - 1))
     if g is None or edges is None:
-        return q @ torch.where(part, states, 0).sum(0)
+        return q @ torch.where(counted, states, 0).sum(0)
     border = g[0][..., -1] if after else g[0][..., 0]
     edge = edges[0] if after else edges[1]
     edge = edge.view(-1, *(1,) * (states.ndim - 2 - edge.ndim), *edge.shape[1:])
     exponents = edge - border if after else border - edge
-    weight = exponents.masked_fill(~part[..., 0, 0].to(edge.device), -torch.inf).exp()
+    weight = exponents.masked_fill(~counted[..., 0, 0].to(edge.device), -torch.inf).exp()
     state = weighed(states, cast_down(weight, q.dtype, q.device)[..., None, None]).sum(0)
     exponent = border[..., None] - g[0] if after else g[0] - border[..., None]
     factor = cast_down(exponent.exp(), q.dtype, q.device)[..., None]
@@ -109,7 +109,7 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:
-    """ValueError on all processes if log decays increase from one shard to the next."""
+    """Raise ValueError in all processes if log decays increase from one shard to the next."""
     if first.device.type == "cpu" and bool((first[1:] > last[:-1]).any()):
         raise ValueError("decay: expected log decays that do not increase from shard to shard; sort tokens by position")
 
@@ -131,16 +131,16 @@ def _joined_segments(problem: LinearProblem, shards: Shards) -> Decays:
 
 
 def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, problem: LinearProblem, shards: Shards) -> Tensor:
-    """Sums over windows, whose keys may be in other shards."""
+    """Sums over windows, which may reach keys of other shards."""
     window = problem.window
     assert window is not None
     keys = [x for _, k, v in triples for x in (k, v)]
     decays = [] if g is None else [g[1]]
-    found = shards.tokens([*keys, *decays], [-2] * len(keys) + [-1] * len(decays), _halo(window, problem.causal)).wait()
-    more = _after(window, problem.causal, shards)
+    fetched = shards.tokens([*keys, *decays], [-2] * len(keys) + [-1] * len(decays), _halo(window, problem.causal)).wait()
+    after = _after(window, problem.causal, shards)
     if g is not None:
-        g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], more)), -1), found[-1]
-    padded = [(F.pad(q, (0, 0, 0, more)), *found[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
+        g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], after)), -1), fetched[-1]
+    padded = [(F.pad(q, (0, 0, 0, after)), *fetched[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
     padded = [[x.expand(*_leading(triple), *x.shape[-2:]) for x in triple] for triple in padded]
     total = within(padded, g, problem.causal, window, linear.linear)
     return total[..., : problem.q.shape[-2], :]
@@ -151,14 +151,14 @@ def _leading(tensors: Sequence[Tensor]) -> torch.Size:
 
 
 def _halo(window: int | None, causal: bool) -> Callable[[int, int], tuple[int, int]]:
-    """The indices of the keys that queries from `start` to `stop` - 1 see."""
+    """A function from the first index and last index + 1 of queries to those of the keys that they see."""
     if window is None:
         return lambda start, stop: (0, stop if causal else 1 << 62)
     return lambda start, stop: (start - window + 1, stop if causal else stop + window - 1)
 
 
 def _after(window: int, causal: bool, shards: Shards) -> int:
-    """Number of keys after this shard in the windows of its queries."""
+    """Number of keys after this shard that its queries see."""
     return 0 if causal else min(window - 1, shards.total - shards.start - shards.count)
 
 
@@ -186,20 +186,20 @@ def _with_near(total: Tensor, problem: LinearProblem, term: Clipped, shards: Sha
 
 
 def _with_all(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
-    """Add any clipped term: all values and positions are fetched, and queries are padded to the whole sequence."""
-    found = _fetched(problem, {"v": (problem.v, -2), "y": (term.y, -2)}, shards, None, problem.causal)
-    y, start, stop = found.pop("y"), shards.start, shards.start + shards.count
+    """Add any clipped term: values and positions of all shards are fetched, and queries are padded to the whole sequence."""
+    fetched = _fetched(problem, {"v": (problem.v, -2), "y": (term.y, -2)}, shards, None, problem.causal)
+    y, start, stop = fetched.pop("y"), shards.start, shards.start + shards.count
     x = torch.cat((y[..., :start, :], term.x.expand(*y.shape[:-2], -1, -1), y[..., stop:, :]), -2)
     rows = (0, 0, start, y.shape[-2] - stop)
-    whole = replace(problem, q=F.pad(problem.q, rows), terms=(replace(term, x=x, y=y),), **found)
+    whole = replace(problem, q=F.pad(problem.q, rows), terms=(replace(term, x=x, y=y),), **fetched)
     return with_terms(F.pad(total, rows), whole)[..., start:stop, :]
 
 
 def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
-    """The problem of the queries of a shard and all keys that they see.
+    """The problem of a shard's queries and all keys that they see.
 
     With terms, locality or attn_mask it has the keys of all shards. Otherwise queries may be padded with zeros, so that the
-    last one is aligned with the last key.
+    last query is aligned with the last key.
     """
     shards, t = problem.shards, problem.q.shape[-2]
     assert shards is not None
@@ -208,22 +208,22 @@ def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
     tensors = {"k": (problem.rho_k(problem.k), -2), "v": (problem.v, -2)}
     if any(term.side == "key" for term in problem.terms):
         tensors["raw"] = problem.k, -2  # terms see keys as they are
-    found = _fetched(problem, tensors, shards, window, causal)
-    if "raw" in found:
-        wide = torch.promote_types(problem.q.dtype, torch.float32)
-        q, k = problem.q.to(wide), found.pop("raw").to(wide)
-        own = (Numbers(problem.scale * term.scores(q, k)) if term.side == "key" else term for term in problem.terms)
-        found["terms"] = tuple(own)
+    fields = _fetched(problem, tensors, shards, window, causal)
+    if "raw" in fields:
+        dtype = torch.promote_types(problem.q.dtype, torch.float32)
+        q, k = problem.q.to(dtype), fields.pop("raw").to(dtype)
+        terms = (Numbers(problem.scale * term.scores(q, k)) if term.side == "key" else term for term in problem.terms)
+        fields["terms"] = tuple(terms)
     if pairs:
-        found |= {"attn_mask": _allowed(problem, shards), "window": None, "causal": False}
-    elif window is not None and (more := _after(window, causal, shards)):
-        found |= {"q": F.pad(problem.rho_q(problem.q), (0, 0, 0, more)), "rho_q": Identity()}
+        fields |= {"attn_mask": _allowed(problem, shards), "window": None, "causal": False}
+    elif window is not None and (after := _after(window, causal, shards)):
+        fields |= {"q": F.pad(problem.rho_q(problem.q), (0, 0, 0, after)), "rho_q": Identity()}
         for name in ("decay", "segments"):
-            if name in found:
-                of_queries = found[name][0][..., -t:]
-                last = of_queries[..., -1:].expand(*of_queries.shape[:-1], more)
-                found[name] = torch.cat((of_queries, last), -1), found[name][1]
-    return replace(problem, rho_k=Identity(), shards=None, **found)
+            if name in fields:
+                of_queries = fields[name][0][..., -t:]
+                last = of_queries[..., -1:].expand(*of_queries.shape[:-1], after)
+                fields[name] = torch.cat((of_queries, last), -1), fields[name][1]
+    return replace(problem, rho_k=Identity(), shards=None, **fields)
 
 
 def _fetched(
@@ -236,18 +236,18 @@ def _fetched(
     if problem.mask is not None:
         sent["mask"] = problem.mask, -1
     rows, axes = zip(*sent.values(), strict=True)
-    found: dict[str, Any] = dict(zip(sent, shards.tokens(rows, axes, _halo(window, causal)).wait(), strict=True))
-    return found | {name: (pair[0], found[name]) for name, pair in pairs.items() if pair is not None}
+    fields: dict[str, Any] = dict(zip(sent, shards.tokens(rows, axes, _halo(window, causal)).wait(), strict=True))
+    return fields | {name: (pair[0], fields[name]) for name, pair in pairs.items() if pair is not None}
 
 
 def _allowed(problem: SoftmaxProblem, shards: Shards) -> Tensor:
     """The attn_mask ``[*b h t s]`` of a shard's queries and all keys, with `causal` and the window."""
     index = torch.arange(shards.total, device=problem.q.device)
     offset = index - index[shards.start : shards.start + problem.q.shape[-2], None]
-    part = torch.ones_like(offset, dtype=torch.bool)
-    part = part if not problem.causal else part & (offset <= 0)
-    part = part if problem.window is None else part & (offset.abs() < problem.window)
+    allowed = torch.ones_like(offset, dtype=torch.bool)
+    allowed = allowed if not problem.causal else allowed & (offset <= 0)
+    allowed = allowed if problem.window is None else allowed & (offset.abs() < problem.window)
     added = problem.attn_mask
     if added is None:
-        return part
-    return part & added if added.dtype == torch.bool else added.masked_fill(~part, -torch.inf)
+        return allowed
+    return allowed & added if added.dtype == torch.bool else added.masked_fill(~allowed, -torch.inf)

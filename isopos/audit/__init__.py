@@ -36,9 +36,9 @@ class _Callable(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name == "CHECKS":
             importlib.import_module("isopos.audit.run")  # which enters them
-        found = getattr(importlib.import_module(f"isopos.audit.{_HOME[name]}"), name)
-        setattr(self, name, found)
-        return found
+        value = getattr(importlib.import_module(f"isopos.audit.{_HOME[name]}"), name)
+        setattr(self, name, value)
+        return value
 
 
 sys.modules[__name__].__class__ = _Callable

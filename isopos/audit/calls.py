@@ -76,9 +76,7 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
     """Compare left-padded to plain samples, with positions from the first real token, or by default if relative."""
     pad, tokens = 4, subject.tokens(1, subject.length)
     if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
-        yield Finding(
-            "absolute positions are those of places", "left padding shifts them", "note", remedy="pad on the right"
-        )
+        yield Finding("absolute positions count padding", "left padding shifts them", "note", remedy="pad on the right")
         return
     rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)
     mask = _all(rows)
@@ -90,15 +88,15 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
         ways.append(("positions counted from the first real token", counted))
     if counted is None or subject.is_relative:
         ways.append(("positions left to the model", None))
-    for way, given in ways:
+    for way, positions in ways:
         unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
-        got = subject.outputs(rows, given, mask)[:, pad:]
+        got = subject.outputs(rows, positions, mask)[:, pad:]
         yield compared(
             subject, got, want, f"a left-padded sample gives what it gives alone, {way}", slack=2,
             remedy="mask padded keys in every layer, states and convolutions included", issue="unslothai/unsloth#3699",
-            fault=lambda given=given: first_difference(
+            fault=lambda positions=positions: first_difference(
                 subject,
-                lambda m: _after(subject.call(m, rows, given, mask), torch.arange(pad, rows.shape[1])),
+                lambda m: _after(subject.call(m, rows, positions, mask), torch.arange(pad, rows.shape[1])),
                 lambda m: _none(subject.call(m, tokens, None if counted is None else counted[:, pad:], _all(tokens))),
             ),
         )  # fmt: skip

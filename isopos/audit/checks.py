@@ -20,7 +20,7 @@ class Check:
 
     Args:
         name: Shown in reports.
-        question: What it answers.
+        question: The question that the check answers.
         needs: Names in `ABILITIES`; the check does not apply to a subject that lacks one.
         measure: Yields findings, or raises `Skip` with the reason why the check does not apply.
     """
@@ -111,14 +111,14 @@ def first_difference(
 
 def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of items of the outermost `nn.ModuleList` or `nn.Sequential`."""
-    found: dict[str, Tensor] = {}
+    layers: dict[str, Tensor] = {}
     for name in sorted(outputs, key=lambda name: (name.count("."), name)):
         up = name.rpartition(".")[0]
         if isinstance(module.get_submodule(up), nn.ModuleList | nn.Sequential) and not any(
-            name.startswith(f"{other}.") for other in found
+            name.startswith(f"{other}.") for other in layers
         ):
-            found[name] = outputs[name]
-    return found
+            layers[name] = outputs[name]
+    return layers
 
 
 def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Curves:

@@ -168,12 +168,12 @@ def rotations(subject: Subject) -> list[tuple[Attended, Rotation | None]]:
             except (IndexError, RuntimeError):
                 break  # its tables end before
             runs |= {stride: run} if len(run) == len(runs[1]) else {}
-    found = []
+    pairs_of_rotations = []
     for n, one in enumerate(runs[1]):
         pairs = [(stride, run[n].q, run[n].k) for stride, run in runs.items()]
         moving = [(stride, torch.cat((q, k))) for stride, q, k in pairs if q is not None and k is not None]
-        found.append((one, rotation(moving) if len(moving) == len(pairs) else None))
-    return found
+        pairs_of_rotations.append((one, rotation(moving) if len(moving) == len(pairs) else None))
+    return pairs_of_rotations
 
 
 def added(subject: Subject) -> str:
@@ -204,8 +204,8 @@ def _sinusoidal(table: Tensor) -> bool:
 @check("layout", "Do trained weights fit the layout of the rotation?", "text", "causal")
 def layout(subject: Subject) -> Iterator[Finding]:
     """Compare the loss on text to the loss with queries and keys rotated in the other layout."""
-    found = rotations(subject)
-    turns = [turn for _, turn in found if turn is not None]
+    rotated = rotations(subject)
+    turns = [turn for _, turn in rotated if turn is not None]
     unless(not turns, "no attention turns its queries and keys")
     unless(any(not a.layout or a.shared is None for a in turns), "heads have separate frequencies, or a single plane")
     text, module = subject.text, copy.deepcopy(subject.module).eval().float()
@@ -213,7 +213,7 @@ def layout(subject: Subject) -> Iterator[Finding]:
     text = text[:, : text.shape[1] - 1 + text.shape[1] % 2]  # an odd number of tokens, which no head has of features
     with torch.no_grad(), watched(module, text.shape[1]) as seen:
         losses = _losses(subject.call(module, text), text)
-    turns_of = {one.product: turn for one, (_, turn) in zip(seen, found, strict=True) if turn is not None}
+    turns_of = {one.product: turn for one, (_, turn) in zip(seen, rotated, strict=True) if turn is not None}
     changes = {product: _in_other_layout(turn) for product, turn in turns_of.items()}
     with torch.no_grad(), watched(module, text.shape[1], changes):
         other = _losses(subject.call(module, text), text)
@@ -248,8 +248,8 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
 @check("encoding", "Which encoding is it, and does it turn as declared?")
 def encoding(subject: Subject) -> Iterator[Finding]:
     """Identify the encoding of each layer, and compare rotary frequencies with the declared ones."""
-    found = rotations(subject)
-    unless(not found, "no softmax over pairs of its tokens was seen")
+    rotated = rotations(subject)
+    unless(not rotated, "no softmax over pairs of its tokens was seen")
     wanted = []
     for rotary in subject.rotary(subject.module):
         try:
@@ -259,12 +259,12 @@ def encoding(subject: Subject) -> Iterator[Finding]:
             wanted = []
             break
     embedded, groups = added(subject), {}
-    for one, turn in found:
+    for one, turn in rotated:
         words, residual, sound = _words(one, turn, wanted)
         groups.setdefault((words, sound), []).append((one.name, residual))
     for (words, sound), members in groups.items():
         names, residual = [name for name, _ in members], max(error for _, error in members)
-        sound = sound and not (wanted and words == "none" and all(turn is None for _, turn in found))
+        sound = sound and not (wanted and words == "none" and all(turn is None for _, turn in rotated))
         where = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
         words = embedded if embedded and words == "none" else f"{embedded}, and {words}" if embedded else words
         fit = f" (residual {residual:.0e})"

@@ -44,10 +44,10 @@ class ModuleSubject(Subject):
             encoding="rotary" if rotary else "unknown", length=max(12, min(24, example.shape[1])),
         )  # fmt: skip
         subject.function, subject.example, subject.names = call, example, names
-        given = set(names) - {"segments"} | ({"packing"} if "segments" in names else set())
+        arguments = set(names) - {"segments"} | ({"packing"} if "segments" in names else set())
         if causal is None:
             causal = subject.is_causal()
-        subject.abilities = frozenset({*given, "causal" if causal else "bidirectional", "casts"})
+        subject.abilities = frozenset({*arguments, "causal" if causal else "bidirectional", "casts"})
         return subject
 
     def tokens(self, rows: int, count: int, seed: int = 0) -> Tensor:
@@ -59,8 +59,8 @@ class ModuleSubject(Subject):
     def call(
         self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
     ) -> Tensor:
-        given = {"positions": positions, "mask": mask, **more}
-        options = {self.names[name]: value for name, value in given.items() if value is not None and name in self.names}
+        options = {"positions": positions, "mask": mask, **more}
+        options = {self.names[name]: value for name, value in options.items() if value is not None and name in self.names}
         if tokens.is_floating_point():
             tokens = tokens.to(next((p.dtype for p in module.parameters()), tokens.dtype))
         out = module(tokens, **options) if self.function is None else self.function(module, tokens, **options)

@@ -46,7 +46,7 @@ def audit(
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
         checks: Names of checks; all by default.
-        text: For trained weights: tokens ``[b t]`` of text like that of training, or text itself for a folder with a
+        text: For trained weights: tokens ``[b t]`` of text similar to the training text, or text itself for a folder with a
             tokenizer, which by default is given a few sentences of English.
 
     Returns:
@@ -97,10 +97,10 @@ def audited(model: str, checks: Iterable[str] | None = None, text: str | None = 
     made = made()
     if isinstance(made, tuple):
         made = dict(zip(("model", "call", "example", "relative", "causal"), made, strict=False))
-    given: dict[str, Any] = {**made} if isinstance(made, dict) else {"model": made}
+    arguments: dict[str, Any] = {**made} if isinstance(made, dict) else {"model": made}
     if text is not None:
-        given["text"] = text
-    return audit(**given, checks=checks)
+        arguments["text"] = text
+    return audit(**arguments, checks=checks)
 
 
 def _subjects(
@@ -154,13 +154,13 @@ def _line(subject: Subject, finding: Finding) -> str:
     """The lines of configuration and code that a finding concerns."""
     modules, names = dict(subject.module.named_modules()), re.split(r"[ ,()]+", finding.where)
     names += [name.rpartition(".")[0] for name in names]  # modules of parameters
-    found = next((modules[name] for name in names if name in modules), subject.module)
+    module = next((modules[name] for name in names if name in modules), subject.module)
     declared = any(finding.where.startswith(rotary.name) for rotary in subject.rotary(subject.module))
-    return ", ".join(filter(None, (subject.entry() if declared else "", _source(found))))
+    return ", ".join(filter(None, (subject.entry() if declared else "", _source(module))))
 
 
 def _source(module: nn.Module) -> str:
-    """FILE:LINE of a module's forward, from the package on; empty without a file."""
+    """FILE:LINE of a module's forward, relative to its package; empty without a file."""
     try:
         forward = inspect.unwrap(type(module).forward)
         path, line = Path(inspect.getsourcefile(forward) or ""), inspect.getsourcelines(forward)[1]

@@ -112,11 +112,11 @@ class _Watch(TorchFunctionMode):
 
     def _operands(self, name: str, args: Any, options: Any) -> tuple[Tensor, Tensor] | None:
         """Queries ``[*b t d]`` and keys ``[*b t d]`` of a product of both, or None for any other function."""
-        given = [*args, *(options[key] for key in ("query", "key", "batch1", "batch2", "other", "mat2") if key in options)]
+        factors = [*args, *(options[key] for key in ("query", "key", "batch1", "batch2", "other", "mat2") if key in options)]
         if name == "scaled_dot_product_attention":
-            q, k = given[0], options.get("key", given[1])
+            q, k = factors[0], options.get("key", factors[1])
         elif name in ("matmul", "__matmul__", "bmm", "baddbmm"):
-            q, k = given[1:3] if name == "baddbmm" else given[:2]
+            q, k = factors[1:3] if name == "baddbmm" else factors[:2]
             k = k.mT if isinstance(k, Tensor) and k.ndim > 2 else None
         elif name == "einsum" and len(args) == 3 and isinstance(args[0], str):
             q, k = _einsum(*args)
@@ -141,12 +141,12 @@ class _Watch(TorchFunctionMode):
     def _whole(self, number: int, q: Tensor, k: Tensor, args: Any, options: Any) -> None:
         """Scaled dot-product attention in one call."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-        given = {**dict(zip(names, args, strict=False)), **options}
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if given.get("enable_gqa") else k
-        scale = given.get("scale")
+        arguments = {**dict(zip(names, args, strict=False)), **options}
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if arguments.get("enable_gqa") else k
+        scale = arguments.get("scale")
         logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        mask = given.get("attn_mask")
-        if given.get("is_causal"):
+        mask = arguments.get("attn_mask")
+        if arguments.get("is_causal"):
             mask = torch.ones(self.count, self.count, dtype=torch.bool).tril()
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask

@@ -94,25 +94,27 @@ def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str
     """Modules that mix packed samples, and the size of each leak; each layer gets the features of separate samples."""
     module, inputs, traces = subject.exact, [], []
     for part in tokens.split(list(lengths), 1):
-        with torch.no_grad(), layers(module, part.shape[1], lambda _, x: x) as given, traced(module) as seen:
+        with torch.no_grad(), layers(module, part.shape[1], lambda _, x: x) as layer_inputs, traced(module) as seen:
             subject.call(module, part)
-        inputs.append(given)
+        inputs.append(layer_inputs)
         traces.append(seen)
     right = [torch.cat(same, 1) for same in zip(*inputs, strict=True)]
     names = [name for name in traces[0] if all(name in seen for seen in traces)]
     whole = {name: torch.cat([seen[name] for seen in traces], 1) for name in names}
     with layers(module, tokens.shape[1], lambda n, _: right[n]), traced(module) as seen:
         subject.packed(tokens, lengths)
-    stacks, found = [*of_layers(module, seen)], {}
+    stacks, leaks_by_layer = [*of_layers(module, seen)], {}
     for name, a in seen.items():
         b, layer = whole.get(name), next((one for one in stacks if name == one or name.startswith(f"{one}.")), "")
         if b is None or a.shape != b.shape or (stacks and not layer) or (e := relative_error(a, b)) <= subject.tolerance:
             continue
         up = name.rpartition(".")[0]
         mixer = up if up.startswith(f"{layer}.") and layer else name  # its first part that differs had another input
-        found.setdefault(layer, f"{mixer} ({type(module.get_submodule(mixer)).__name__}, relative difference {e:.1e})")
+        leaks_by_layer.setdefault(
+            layer, f"{mixer} ({type(module.get_submodule(mixer)).__name__}, relative difference {e:.1e})"
+        )
     curves = by_position(of_layers(module, seen), whole)
-    return " and ".join(found.values()), curves
+    return " and ".join(leaks_by_layer.values()), curves
 
 
 def _streamed(subject: Subject, lengths: Sequence[int], says: str, kind: str = "dynamic") -> Iterator[Finding]:

@@ -46,7 +46,7 @@ class Rotary:
         features: Declared number of features that rotate; None where the configuration does not say.
         trained: Declared number of positions, ``max_position_embeddings``.
         frequencies: The module's frequencies ``[f]`` in radians per step; None if it has none.
-        attention_factor: What it multiplies cosines and sines by.
+        attention_factor: Factor of cosines and sines.
         tables: (positions ``[b t]``, dtype) -> cosines and sines ``[b t d]``, of a deep copy where `fresh`.
     """
 
@@ -158,15 +158,6 @@ class Subject(ABC):
         return single if finite == [False, True] else double
 
     @torch.no_grad()
-    def _probe(self, module: nn.Module, padded: bool = False) -> Tensor:
-        """Outputs of two samples, the second left-padded if the model supports padding."""
-        tokens = self.tokens(2, self.length)
-        mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
-        mask[1, :2] = False
-        use = padded and "mask" in self.abilities
-        return self.call(module, tokens, None, mask if use else None)[:, 2:]
-
-    @torch.no_grad()
     def context(self, module: nn.Module) -> float:
         """The relative change of all other outputs when the first token changes."""
         tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
@@ -202,6 +193,15 @@ class Subject(ABC):
         """A shift of all positions within the model's limit; 0 if there is none."""
         room = 10**6 if self.limit is None else self.limit - 2 * self.length
         return max(0, min(37, room))
+
+    @torch.no_grad()
+    def _probe(self, module: nn.Module, padded: bool = False) -> Tensor:
+        """Outputs of two samples, the second left-padded if the model supports padding."""
+        tokens = self.tokens(2, self.length)
+        mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
+        mask[1, :2] = False
+        use = padded and "mask" in self.abilities
+        return self.call(module, tokens, None, mask if use else None)[:, 2:]
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -27,17 +27,17 @@ CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of cast
 
 def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
     """Rotary modules with their declared frequencies ``[f]``."""
-    found, reasons = [], []
+    declared_rotaries, reasons = [], []
     for rotary in subject.rotary(subject.module):
         if rotary.features is None:
             reasons.append(f"{rotary.name}: the configuration does not say how many features rotate")
             continue
         try:
-            found.append((rotary, declared.frequencies(rotary.parameters, rotary.features, rotary.trained)))
+            declared_rotaries.append((rotary, declared.frequencies(rotary.parameters, rotary.features, rotary.trained)))
         except (ValueError, KeyError) as error:
             reasons.append(f"{rotary.name}: {error}")
-    unless(not found, "; ".join(reasons) or "no rotary module with declared parameters was found")
-    return found
+    unless(not declared_rotaries, "; ".join(reasons) or "no rotary module with declared parameters was found")
+    return declared_rotaries
 
 
 @check("frequencies", "Do the frequencies equal the declared ones?")
@@ -99,16 +99,16 @@ def far_positions(subject: Subject) -> Iterator[Finding]:
                 says = f"cosines and sines up to position {FURTHER[-1]}"
                 yield Finding(says, "not measured: a table as long as the position is built", "note", rotary.name)
                 continue
-            found = _table(rotary, x, torch.float32, copy.deepcopy(rotary.module))
+            finding = _table(rotary, x, torch.float32, copy.deepcopy(rotary.module))
         except (IndexError, RuntimeError) as error:
             yield Finding(
                 f"cosines and sines up to position {FURTHER[-1]}", f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 "note", rotary.name, f"none up to position {_within(rotary)}; its table ends",
             )  # fmt: skip
             continue
-        errors = dict(found.curves[0][1]) if found.curves else {}
+        errors = dict(finding.curves[0][1]) if finding.curves else {}
         exact = max((a for a, error in errors.items() if error < 1e-2), default=0)
-        yield replace(found, measured=f"{found.measured}, below 0.01 up to position {exact}")
+        yield replace(finding, measured=f"{finding.measured}, below 0.01 up to position {exact}")
 
 
 class _Largest(TorchDispatchMode):
@@ -242,7 +242,7 @@ def saving(subject: Subject) -> Iterator[Finding]:
 
 @check("casts", "Does casting the whole module round the frequencies?")
 def casts(subject: Subject) -> Iterator[Finding]:
-    """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the model as it stands."""
+    """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the present model."""
     for rotary, want in _declared(subject):
         if rotary.frequencies is None or rotary.refetch is None:
             continue

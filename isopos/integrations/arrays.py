@@ -1,6 +1,6 @@
 """Schemes as plain arrays for runtimes that are not PyTorch: NumPy, JAX and MLX; and the metadata keys of llama.cpp.
 
-`arrays` evaluates a scheme at positions. `gguf_keys` gives what a GGUF file says of a scheme that llama.cpp has.
+`arrays` evaluates a scheme at positions. `gguf_keys` returns the metadata of a GGUF file for a scheme that llama.cpp has.
 """
 
 import json
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isopos.bases import OddEven
 from isopos.decays import alibi_rates
+from isopos.deprecation import renamed_argument
 from isopos.encodings import Coupling, Encoding, InBasis, Partial, Rotary
 from isopos.exact import ExactModule, to_float64
 from isopos.feature_maps import FeatureMap
@@ -58,30 +59,30 @@ UNUSED = 1e30  # llama.cpp's factor for pairs that do not rotate
 def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
     """A scheme at positions x ``[t c]`` as arrays: maps of queries and keys, log decays, relative terms, and constants.
 
-    The last array, `explanation`, is UTF-8 text in uint8, for readers of arrays that know numbers only; the function
-    `explanation` decodes it. It holds the tree of maps, the formula of each, and the axes of each array. Tables are float32;
-    frequencies, rates and other constants are float64, after an extension.
+    The last array, `explanation`, is UTF-8 text as uint8, so that npz files need no strings; the function `explanation`
+    decodes it. The text holds the tree of maps, the formula of each map, and the axes of each array. Tables are float32.
+    Frequencies, rates and other constants are float64 and include an extension.
 
     Examples:
         >>> import isopos
-        >>> found = arrays(isopos.rope(8, 2, attention="softmax"), isopos.sequence(5))
-        >>> {name: array.shape for name, array in found.items() if name != "explanation"}
+        >>> values = arrays(isopos.rope(8, 2, attention="softmax"), isopos.sequence(5))
+        >>> {name: array.shape for name, array in values.items() if name != "explanation"}
         {'positions': (5, 1), 'map.table': (1, 5, 4, 2), 'encoding.frequency': (1, 1, 4)}
-        >>> explanation(found)["arrays"]["map.table"]
+        >>> explanation(values)["arrays"]["map.table"]
         'h t f 2'
     """
     scheme.group.check(x)
-    found, axes = {"positions": x}, {"positions": "t c"}
+    tensors, axes = {"positions": x}, {"positions": "t c"}
     with torch.no_grad():
         at = scheme.at(x)
         maps = at["isometry"] if isinstance(at["isometry"], tuple) else (at["isometry"],)
         names = ("query", "key") if len(maps) == 2 else ("map",)
-        trees = {name: _described(part, name, found, axes) for name, part in zip(names, maps, strict=True)}
-        _add_of_pairs(at, found, axes)
+        trees = {name: _described(part, name, tensors, axes) for name, part in zip(names, maps, strict=True)}
+        _add_of_pairs(at, tensors, axes)
         if scheme.embedding is not None:
-            found["embedding"], axes["embedding"] = scheme.embedding(x), "t m, added to the tokens"
+            tensors["embedding"], axes["embedding"] = scheme.embedding(x), "t m, added to the tokens"
         for name, value, what in _constants(scheme):
-            found[name], axes[name] = value, what
+            tensors[name], axes[name] = value, what
     name, options = scheme.origin or (type(scheme).__name__, {})
     about = {
         "scheme": name,
@@ -92,28 +93,29 @@ def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
         **trees,
         "arrays": axes,
     }
-    out = {name: np.ascontiguousarray(value.detach().cpu().numpy()) for name, value in found.items()}
-    return out | {"explanation": np.frombuffer(json.dumps(about, indent=1).encode(), np.uint8)}
+    result = {name: np.ascontiguousarray(value.detach().cpu().numpy()) for name, value in tensors.items()}
+    return result | {"explanation": np.frombuffer(json.dumps(about, indent=1).encode(), np.uint8)}
 
 
-def explanation(found: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The explanation that is one of the arrays of a scheme, or of a loaded npz file."""
-    return json.loads(bytes(found["explanation"]))
+@renamed_argument("found", "arrays")
+def explanation(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The decoded `explanation` of the arrays of a scheme, or of a loaded npz file."""
+    return json.loads(bytes(arrays["explanation"]))
 
 
-def _described(part: Any, name: str, found: dict[str, Tensor], axes: dict[str, str]) -> dict[str, Any]:
-    """The tree of a map; its tensors are added to `found`, with their axes to `axes`."""
+def _described(part: Any, name: str, out: dict[str, Tensor], axes: dict[str, str]) -> dict[str, Any]:
+    """The tree of a map; adds its tensors to `out` and their axes to `axes`."""
     kind = type(part).__name__
     tree: dict[str, Any] = {"map": kind, "formula": FORMULAS[kind]}
     for item in fields(part):
         value, inner = getattr(part, item.name), f"{name}.{item.name}"
         if isinstance(value, Tensor):
-            found[inner], axes[inner] = value, item.metadata["axes"].names.removeprefix("*b ")
+            out[inner], axes[inner] = value, item.metadata["axes"].names.removeprefix("*b ")
             tree[item.name] = inner
         elif isinstance(value, TokenMap):
-            tree[item.name] = _described(value, inner, found, axes)
+            tree[item.name] = _described(value, inner, out, axes)
         elif isinstance(value, tuple) and any(isinstance(one, TokenMap) for one in value):
-            tree[item.name] = [_described(one, f"{name}.{n}", found, axes) for n, one in enumerate(value)]
+            tree[item.name] = [_described(one, f"{name}.{n}", out, axes) for n, one in enumerate(value)]
         elif item.name == "phi":
             tree[item.name] = value.name if isinstance(value, FeatureMap) else type(value).__name__.lower()
         else:
@@ -121,19 +123,19 @@ def _described(part: Any, name: str, found: dict[str, Tensor], axes: dict[str, s
     return tree
 
 
-def _add_of_pairs(at: Mapping[str, Any], found: dict[str, Tensor], axes: dict[str, str]) -> None:
+def _add_of_pairs(at: Mapping[str, Any], out: dict[str, Tensor], axes: dict[str, str]) -> None:
     """Add the log decay, relative terms and locality of a scheme's arguments."""
     if at["decay"] is not None:
-        found["decay"], axes["decay"] = at["decay"], "h t: weights of queries i and keys j have the factor exp(-|g_i - g_j|)"
+        out["decay"], axes["decay"] = at["decay"], "h t: weights of queries i and keys j have the factor exp(-|g_i - g_j|)"
     for n, term in enumerate(at.get("terms") or ()):
         name, rows = f"terms.{n}", "" if term.side == "none" else " d"
         if isinstance(term, Numbers | DistanceKernel):
-            found[name], axes[name] = _numbers(term), "h t s, added to logits"
+            out[name], axes[name] = _numbers(term), "h t s, added to logits"
             continue
-        found[f"{name}.table"], axes[f"{name}.table"] = term.table, f"h n{rows}, of side {term.side}"
-        found[f"{name}.index"], axes[f"{name}.index"] = term.index().int(), "t s: the row of each query and key"
+        out[f"{name}.table"], axes[f"{name}.table"] = term.table, f"h n{rows}, of side {term.side}"
+        out[f"{name}.index"], axes[f"{name}.index"] = term.index().int(), "t s: the row of each query and key"
     if "locality" in at:
-        found["locality"], axes["locality"] = at["locality"], "t s: factors of logits"
+        out["locality"], axes["locality"] = at["locality"], "t s: factors of logits"
 
 
 def _numbers(term: Term) -> Tensor:
@@ -141,30 +143,31 @@ def _numbers(term: Term) -> Tensor:
 
 
 def _constants(scheme: Scheme) -> list[tuple[str, Tensor, str]]:
-    """Name, value and axes of the frequencies and all other values that parametrise a scheme: float64."""
-    found = []
+    """Name, value and axes of each parameter of a scheme, frequencies included: float64."""
+    constants = []
     for path, module in scheme.named_modules():
         if isinstance(module, ExactModule) and module.parameter_name:
             value, what = to_float64(module.parameter), f"of {type(module).__name__}"
             if isinstance(module, Rotary):
                 value, what = module.extended(value), "h c f: radians per step"
-            found.append((f"{path}.{module.parameter_name}", value, what))
+            constants.append((f"{path}.{module.parameter_name}", value, what))
     if scheme.favor is not None:
-        found.append(("favor.projection", scheme.favor.projection, "m d: directions of the random features"))
-    return found
+        constants.append(("favor.projection", scheme.favor.projection, "m d: directions of the random features"))
+    return constants
 
 
 def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
-    """What a GGUF file of llama.cpp says of a scheme: metadata keys, and tensors that change frequencies.
+    """Metadata of a GGUF file of llama.cpp for a scheme: keys, and tensors that change frequencies.
 
-    Linear and dynamic scaling, YaRN with its usual rounding, and ALiBi have keys of their own. Other frequencies are those
-    of a base, each divided by a factor of the tensor ``rope_freqs.weight``, as for Llama 3.1.
+    Linear and dynamic scaling, YaRN with its usual rounding, and ALiBi have keys. Any other frequencies are written as
+    a base and the tensor ``rope_freqs.weight``, by which llama.cpp divides them, as for Llama 3.1.
 
     Args:
-        scheme: Rotation of pairs on a line, all features or the first ones, alike in all heads; or ALiBi; with softmax.
+        scheme: A scheme with softmax attention: ALiBi, or a rotation on a line of all or the first features, the same in
+            all heads.
         architecture: Name in ``general.architecture``, the first word of each key. It also decides which features llama.cpp
-            pairs: (2i, 2i+1) for llama, (i, i + n) for qwen2, phi3 and most others. `pairs` of the result says which one the
-            scheme needs.
+            pairs: (2i, 2i+1) for llama, (i, i + n) for qwen2, phi3 and most others. `pairs` of the result is the pairing
+            that the scheme needs.
 
     Returns:
         A dict of `architecture`, `pairs`, `keys` (values as int, float or str) and `tensors` (lists of float32 numbers).
@@ -209,7 +212,7 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
 
 
 def _is_alibi(scheme: Scheme) -> bool:
-    """Whether it is ALiBi with softmax attention and nothing else."""
+    """Whether a scheme is ALiBi with softmax attention and nothing else."""
     rates, decay = alibi_rates(scheme.heads), scheme.decay
     alone = scheme.encoding.is_trivial and scheme.embedding is scheme.bias is scheme.locality is None and not scheme.phases
     plain = scheme.attention == "softmax" and scheme.scale is None and not scheme.transport
@@ -217,7 +220,7 @@ def _is_alibi(scheme: Scheme) -> bool:
 
 
 def _rotary(scheme: Scheme) -> tuple[Rotary | None, bool, str]:
-    """The rotation of a scheme, whether its pairs are halves, and the reason why llama.cpp does not have it, or ""."""
+    """The rotation of a scheme, whether it pairs (i, i + n), and the reason why llama.cpp cannot express it, or ""."""
     refusals = {
         "linear attention; pass attention='softmax'": scheme.attention != "softmax",
         "an embedding that is added to tokens": scheme.embedding is not None,
@@ -247,7 +250,7 @@ def _rotary(scheme: Scheme) -> tuple[Rotary | None, bool, str]:
 
 
 def _keys(scheme: Scheme, rotary: Rotary) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Keys without the architecture, and the factors of frequencies where the keys alone do not give them."""
+    """Keys without the architecture's name, and factors of frequencies; None if the keys alone determine them."""
     plain, wanted = (to_float64(w.detach())[0, 0].numpy() for w in (rotary.parameter, rotary.extended(rotary.parameter)))
     rule, count = scheme.extension, len(plain)
     factor = 1.0 if rule is None else rule.attention_factor
@@ -259,8 +262,8 @@ def _keys(scheme: Scheme, rotary: Rotary) -> tuple[dict[str, Any], np.ndarray | 
         keys |= {"scaling.original_context_length": rule.trained}
         keys |= {"scaling.yarn_beta_fast": rule.fast, "scaling.yarn_beta_slow": rule.slow}
         factor /= 1 + 0.1 * np.log(rule.factor)  # llama.cpp multiplies by this
-    elif rule is not None and np.allclose(_frequencies(own := keys | {"freq_base": _base(wanted)}), wanted, rtol=1e-6):
-        keys = own
+    elif rule is not None and np.allclose(_frequencies(rebased := keys | {"freq_base": _base(wanted)}), wanted, rtol=1e-6):
+        keys = rebased
     factors = None
     if not np.allclose(_frequencies(keys), wanted, rtol=1e-6, atol=0):
         keys = {"dimension_count": 2 * count, "freq_base": _base(plain)}
@@ -275,7 +278,7 @@ def _keys(scheme: Scheme, rotary: Rotary) -> tuple[dict[str, Any], np.ndarray | 
 
 
 def _base(frequency: np.ndarray) -> float:
-    """The base of a geometric series of frequencies from 1 on, in float32; 10000 if they are none."""
+    """Base of frequencies that form a geometric series from 1 on; 10000 for other frequencies."""
     count = len(frequency)
     if count < 2 or not frequency[-1] > 0:
         return 10000.0
@@ -285,7 +288,7 @@ def _base(frequency: np.ndarray) -> float:
 
 
 def _frequencies(keys: Mapping[str, Any]) -> np.ndarray:
-    """The frequencies that llama.cpp computes from keys, without factors of a tensor: float64."""
+    """Frequencies that llama.cpp computes from keys alone: float64."""
     count, base, scale = keys["dimension_count"] // 2, keys["freq_base"], 1 / keys.get("scaling.factor", 1.0)
     frequency = base ** (-np.arange(count) / count)
     if keys.get("scaling.type") != "yarn":

@@ -20,24 +20,24 @@ OPSET = 23  # the first one with attention and rotary embeddings
 def export(module: nn.Module, file: str | Path, inputs: Inputs, other: Inputs, outputs: Sequence[str]) -> None:
     """Write a module as an ONNX file, and compare onnxruntime with PyTorch on both sets of inputs.
 
-    Rotations of float32 features by one table for all heads are ONNX's RotaryEmbedding; all else is plain operations. What
-    depends on parameters alone is stored as numbers.
+    Rotations of float32 features by one table for all heads become ONNX's RotaryEmbedding; everything else becomes plain
+    operations. Values that depend on parameters alone are stored as numbers.
 
-    An axis whose size differs between `inputs` and `other` may have any size in the file; it is named after the first
-    input and axis with these two sizes, as ``x.1``. All other axes are fixed. Weights above 2 GB lie in a second file,
-    FILE.data.
+    An axis whose size differs between `inputs` and `other` may have any size in the file. Its name is that of the first
+    input and axis with these two sizes, as ``x.1``. All other axes are fixed. Weights above 2 GB are written to a second
+    file, FILE.data.
 
     Args:
-        module: In evaluation mode. It takes the tensors of `inputs` in their order and returns one tensor or a tuple.
-        file: New file.
-        inputs: Example by name of input.
-        other: A second example, with the same names, numbers of axes and dtypes.
-        outputs: Names of the outputs, in their order.
+        module: A module in evaluation mode that takes the tensors of `inputs` in order and returns one tensor or a tuple.
+        file: Path of the new file.
+        inputs: One example tensor per input, by name.
+        other: A second example with the same names, numbers of axes and dtypes.
+        outputs: Names of the outputs, in order.
 
     Raises:
         ImportError: Without the extra ``onnx``.
         ValueError: For a module in training mode, a file that exists, examples that do not match, an operation that ONNX
-            lacks, and numbers in onnxruntime that differ by more than 1e-5 of the largest one. No file is left then.
+            lacks, and outputs in onnxruntime that differ by more than 1e-5 of the largest number. The file is then removed.
 
     Examples:
         >>> model = Decoder(50, 32, 2, isopos.rope(8, 4)).eval()  # doctest: +SKIP
@@ -69,8 +69,8 @@ def export_decoder(model: Decoder, file: str | Path) -> None:
     `next_LAYER_NAME`. A text begins with past = 0 and states of zeros, in which the axis of cached tokens has size 0.
 
     Args:
-        model: In evaluation mode, on the CPU.
-        file: New file.
+        model: A decoder in evaluation mode, on the CPU.
+        file: Path of the new file.
 
     Raises:
         ImportError, ValueError: As `export`.
@@ -99,7 +99,7 @@ def _program(module: nn.Module, inputs: Inputs, other: Inputs, outputs: list[str
 
 
 def _compare(module: nn.Module, file: Path, inputs: Inputs) -> None:
-    """Raise ValueError where onnxruntime's outputs are not PyTorch's."""
+    """Raise ValueError if outputs of onnxruntime and PyTorch differ."""
     import onnxruntime  # pyright: ignore[reportMissingImports]
 
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
@@ -111,7 +111,7 @@ def _compare(module: nn.Module, file: Path, inputs: Inputs) -> None:
 
 
 def _require() -> None:
-    """Raise ImportError where the extra is not installed."""
+    """Raise ImportError if the extra is not installed."""
     try:
         import onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
         import onnxruntime  # noqa: F401  # pyright: ignore[reportMissingImports]

@@ -1,7 +1,7 @@
 """Models as programs of `torch.export`, which run and lower to other runtimes (ExecuTorch) where isopos is not installed.
 
-What depends on parameters alone is computed once, at the export: a program has no eigenvectors, exponentials of generators
-or Fourier transforms of them.
+Values that depend on parameters alone are computed once, at the export. Eigenvectors, exponentials and Fourier transforms of
+parameters are thus constants of the program.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ Inputs = Mapping[str, Tensor]
 
 
 def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | None = None) -> ExportedProgram:
-    """A module as a program of PyTorch's operations, compared with the module on both sets of inputs.
+    """Export a module as a program of PyTorch's operations, and compare both on two sets of inputs.
 
     An axis whose size differs between `inputs` and `other` may have any size. ``program.module(check_guards=False)`` takes
     the tensors in the order of `inputs`; with guards it refuses sizes of zero and one, where PyTorch's operations may
     broadcast.
 
     Args:
-        module: In evaluation mode. It takes the tensors of `inputs` in their order and returns one tensor or a tuple.
-        inputs: Example by name of input.
-        other: A second example, with the same names, numbers of axes and dtypes.
-        largest: Largest size of the axes that differ; runtimes that plan their memory ahead, as ExecuTorch, need it.
+        module: A module in evaluation mode that takes the tensors of `inputs` in order and returns one tensor or a tuple.
+        inputs: One example tensor per input, by name.
+        other: A second example with the same names, numbers of axes and dtypes.
+        largest: Largest size of the axes that differ. Runtimes that plan memory ahead, such as ExecuTorch, need it.
 
     Raises:
         ValueError: For a module in training mode, examples that do not match, an operation that is not PyTorch's, and
-            numbers that differ by more than 1e-5 of the largest one.
+            outputs that differ by more than 1e-5 of the largest number.
 
     Examples:
         >>> class Turned(nn.Module):
@@ -57,9 +57,9 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
         torch.Size([1, 2, 1, 8])
     """
     program = traced(module, inputs, other, largest=largest)
-    if own := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("isopos.")}):
+    if custom := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("isopos.")}):
         raise ValueError(
-            f"module: expected operations of PyTorch alone, got {own[0]}, which loops over the tokens; an encoding of a "
+            f"module: expected operations of PyTorch alone, got {custom[0]}, which loops over the tokens; an encoding of a "
             "line or a grid needs none"
         )
     for example in (inputs, other):
@@ -68,7 +68,7 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
 
 
 def _compare(program: ExportedProgram, module: nn.Module, inputs: Inputs) -> None:
-    """Raise ValueError where the program's outputs are not the module's."""
+    """Raise ValueError if outputs of the program and the module differ."""
     with torch.no_grad():
         results = as_tuple(program.module(check_guards=False)(*inputs.values()))
     for number, (result, want) in enumerate(zip(results, expected(module, inputs), strict=True)):
@@ -76,15 +76,15 @@ def _compare(program: ExportedProgram, module: nn.Module, inputs: Inputs) -> Non
 
 
 def export_decoder(model: Decoder, *, largest: int | None = None) -> ExportedProgram:
-    """A language model as one program that reads whole texts, chunks and single tokens.
+    """Export a language model as one program that reads whole texts, chunks and single tokens.
 
     Arguments are `tokens` int64 ``[b t]``, `past` int64 ``[]``, the number of tokens before them, and the tensors of each
     layer's state. It returns a tuple of `logits` ``[b t vocabulary]`` and the tensors of the states after these tokens. A
     text begins with past = 0 and states of zeros, in which the axis of cached tokens has size 0.
 
     Args:
-        model: In evaluation mode, on the CPU.
-        largest: As of `export`.
+        model: A decoder in evaluation mode, on the CPU.
+        largest: As in `export`.
 
     Raises:
         ValueError: As `export`.
@@ -99,7 +99,7 @@ def export_decoder(model: Decoder, *, largest: int | None = None) -> ExportedPro
 def traced(
     module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | None = None, onnx: bool = False
 ) -> ExportedProgram:
-    """The program of a module with its constants folded, not yet compared; `onnx`: with ONNX's operation for rotations."""
+    """The program of a module with folded constants; with `onnx`, rotations are ONNX's operation."""
     if module.training:
         raise ValueError("module: expected one in evaluation mode, got training mode; call module.eval()")
     auto = torch.export.Dim.AUTO if largest is None else torch.export.Dim.AUTO(max=largest)
@@ -113,25 +113,25 @@ def traced(
 
 
 def fold(program: ExportedProgram) -> ExportedProgram:
-    """Compute all nodes of a program that depend on parameters, buffers and constants alone; returns the program."""
+    """Replace nodes that depend on parameters, buffers and constants alone by their values; return the program."""
     graph, signature = program.graph, program.graph_signature
     tensors = {**program.state_dict, **program.constants}
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-    known: dict[fx.Node, Any] = {}
+    constants: dict[fx.Node, Any] = {}
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         if spec.kind in kinds and isinstance(value := tensors[spec.target or ""], Tensor):
-            known[node] = value.detach()
+            constants[node] = value.detach()
     computed = {}
     with torch.no_grad():
         for node in graph.nodes:
-            if node.op == "call_function" and not _is_random(node) and all(x in known for x in node.all_input_nodes):
-                arguments, options = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = computed[node] = node.target(*arguments, **options)
+            if node.op == "call_function" and not _is_random(node) and all(x in constants for x in node.all_input_nodes):
+                arguments, options = fx.map_arg((node.args, node.kwargs), constants.__getitem__)
+                constants[node] = computed[node] = node.target(*arguments, **options)
     first = next(n for n, spec in enumerate(signature.input_specs) if spec.kind == InputKind.USER_INPUT)
     before = graph.find_nodes(op="placeholder")[first]
     for node, value in computed.items():
-        if not isinstance(value, Tensor) or all(user in known for user in node.users):
-            continue  # none but computed ones need it
+        if not isinstance(value, Tensor) or all(user in constants for user in node.users):
+            continue  # only computed nodes need it
         target = f"folded_{len(program.constants)}"
         with graph.inserting_before(before):
             constant = graph.placeholder(target)
@@ -158,13 +158,13 @@ def _changes(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def _zero_and_one() -> Iterator[None]:
-    """Within it, axes of any size are not taken to be neither 0 nor 1."""
+    """Context in which axes of any size may be 0 or 1."""
     with symbols.patch(backed_size_oblivious=True):  # pyright: ignore[reportAttributeAccessIssue]
         yield
 
 
 class _Called(nn.Module):
-    """A module that takes any number of tensors."""
+    """A module that calls another one with any number of tensors."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -208,7 +208,7 @@ def decoder_step(model: Decoder) -> tuple[nn.Module, tuple[Inputs, Inputs], list
 
 
 def _tokens(batch: int, length: int) -> Tensor:
-    """Tokens ``[batch length]`` of a vocabulary of at least two."""
+    """Example tokens ``[batch length]``: 0 and 1 in turn, which every vocabulary has."""
     return torch.arange(batch * length).view(batch, length) % 2
 
 
@@ -231,13 +231,13 @@ def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def expected(module: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Outputs of the module itself."""
+    """Outputs of the module in PyTorch."""
     with torch.no_grad():
         return as_tuple(module(*inputs.values()))
 
 
 def compare(name: str, got: Tensor, want: Tensor, where: str) -> None:
-    """Raise ValueError where an output is not the module's."""
+    """Raise ValueError if an output differs from the module's."""
     limit = TOLERANCE * max(1.0, float(want.double().abs().max())) if want.numel() else 0.0
     if got.shape != want.shape or not torch.allclose(got.double(), want.double(), rtol=0, atol=limit):
         error = f" with errors up to {(got - want).abs().max():.1e}" if got.shape == want.shape else ""

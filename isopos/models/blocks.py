@@ -239,23 +239,6 @@ class Trunk(nn.Module, ABC):
         finally:
             self.group = before
 
-    def _check_over(self) -> None:
-        """ValueError for a model whose tokens cannot be in several processes."""
-        what, embedding = "", self.scheme.embedding
-        if not self.in_shards:
-            what = (
-                "a Decoder, Encoder, Classifier, PairClassifier or Forecaster, whose samples are cut into shards of tokens, "
-            )
-            what += f"got {type(self).__name__}"
-        elif any(isinstance(module, BatchNorm) for module in self.modules()):
-            what = "norm='layer', which normalises tokens one by one, got 'batch'"
-        elif self.training and any(block.stochastic_depth for block in self.blocks):
-            what = "no stochastic depth, which processes would draw differently for a sample, got some"
-        elif embedding is not None and embedding.group.refers_to_rows:
-            what = f"an embedding that needs the positions of this shard only, got {type(embedding).__name__}"
-        if what:
-            raise ValueError(f"group: expected {what}")
-
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The scheme of each layer."""
@@ -290,8 +273,8 @@ class Trunk(nn.Module, ABC):
         """Each layer's arguments of attention at positions, for features like x; with states, to continue streams."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if states is None:
-            place = self.positions_for
-            return self.per_layer(lambda n, scheme: scheme.at(place(scheme, positions), group=group, dtype=dtype))
+            positions_of = self.positions_for
+            return self.per_layer(lambda n, scheme: scheme.at(positions_of(scheme, positions), group=group, dtype=dtype))
         at = self.per_layer(lambda n, scheme: scheme.at(self.positions_for(scheme, positions), state=states[n], dtype=dtype))
         return tuple(arguments.of(state) for arguments, state in zip(at, states, strict=True))
 
@@ -320,6 +303,23 @@ class Trunk(nn.Module, ABC):
         """The block as a function; with `recompute`, it is computed again in the backward pass."""
         recomputed = self.recompute and torch.is_grad_enabled()
         return partial(checkpoint, block, use_reentrant=False) if recomputed else block
+
+    def _check_over(self) -> None:
+        """ValueError for a model whose tokens cannot be in several processes."""
+        what, embedding = "", self.scheme.embedding
+        if not self.in_shards:
+            what = (
+                "a Decoder, Encoder, Classifier, PairClassifier or Forecaster, whose samples are cut into shards of tokens, "
+            )
+            what += f"got {type(self).__name__}"
+        elif any(isinstance(module, BatchNorm) for module in self.modules()):
+            what = "norm='layer', which normalises tokens one by one, got 'batch'"
+        elif self.training and any(block.stochastic_depth for block in self.blocks):
+            what = "no stochastic depth, which processes would draw differently for a sample, got some"
+        elif embedding is not None and embedding.group.refers_to_rows:
+            what = f"an embedding that needs the positions of this shard only, got {type(embedding).__name__}"
+        if what:
+            raise ValueError(f"group: expected {what}")
 
 
 def depth_rates(stochastic_depth: float, layers: int) -> list[float]:

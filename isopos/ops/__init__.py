@@ -1,1 +1,1 @@
-"""Operations on plain tensors: a readable naive definition beside each fast version."""
+"""Operations on plain tensors: a readable naive definition and a fast version of each."""

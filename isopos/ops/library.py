@@ -140,18 +140,18 @@ def instructions() -> tuple[str, ...]:
 @functools.cache
 def libraries() -> tuple[dict[int, ctypes.CDLL], str]:
     """Libraries for this processor by lanes, most lanes first; and their names, or why there is none."""
-    found, missing = {}, []
+    libraries_by_lanes, missing = {}, []
     for name in instructions():
         path = Path(__file__).with_name(f"_cpu_{name.lower()}.so")
-        if found and name == X86[-1]:
+        if libraries_by_lanes and name == X86[-1]:
             break  # only for processors without longer vectors
         try:
-            found[LANES[name]] = opened(path)
+            libraries_by_lanes[LANES[name]] = opened(path)
         except OSError as error:
             missing.append(str(error) if path.exists() else f"installation builds {name} where it finds GCC or Clang")
-    names = [name for name in instructions() if LANES[name] in found]
+    names = [name for name in instructions() if LANES[name] in libraries_by_lanes]
     none = f"none for {platform.machine()}: {'; '.join(missing) or 'it is built for x86-64 and 64-bit ARM'}"
-    return found, " and ".join(names) or none
+    return libraries_by_lanes, " and ".join(names) or none
 
 
 def absent() -> str:

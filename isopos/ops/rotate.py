@@ -182,17 +182,17 @@ class _OnGpu(torch.autograd.Function):
         if x is None:
             how = {**how, "adjoint": not how["adjoint"]}
             out = rotate_on_gpu(grad, table, **how)
-            found = [_defined(grad, table, **how) if out is None else out, None]
+            derivatives = [_defined(grad, table, **how) if out is None else out, None]
         elif torch.is_grad_enabled() or gpu.unreadable(
             "rotation", x, table, grad
         ):  # for second derivatives, or if hooks unpacked other tensors
             with torch.enable_grad():
                 out, leaves = _defined(x, table, **how), [a for a, want in zip((x, table), wanted, strict=True) if want]
             grads_of = iter(torch.autograd.grad(out, leaves, grad, create_graph=torch.is_grad_enabled()))
-            found = [next(grads_of) if want else None for want in wanted]
+            derivatives = [next(grads_of) if want else None for want in wanted]
         else:
-            found = ctx.kernel.rotate_vjp(x, table, grad, **how, of_x=wanted[0])
-        return *found, None, None, None
+            derivatives = ctx.kernel.rotate_vjp(x, table, grad, **how, of_x=wanted[0])
+        return *derivatives, None, None, None
 
 
 def _defined(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool, halves: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Agents on a plane, by place and heading: directional rotary embedding."""
+"""Agents on a plane, by position and heading: directional rotary embedding."""
 
 import math
 from typing import Unpack
@@ -40,5 +40,7 @@ def drope(
     """
     x, y, heading = sections_of(even(head_dim) // 2, 3, sections)
     turn = torch.full((1, 1, heading), 2 * math.pi / 360, device="cpu", dtype=torch.float64)
-    place, direction = axial([x, y], base)[None], Ring(360, real=True)
-    return compose(encodings.DirectSum([encodings.Rotary(place), encodings.Rotary(turn, group=direction)]), heads, choices)
+    frequencies, direction = axial([x, y], base)[None], Ring(360, real=True)
+    return compose(
+        encodings.DirectSum([encodings.Rotary(frequencies), encodings.Rotary(turn, group=direction)]), heads, choices
+    )

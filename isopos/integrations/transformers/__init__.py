@@ -1,11 +1,11 @@
 """Models of Hugging Face's transformers with any scheme (extra ``hf``), and ours as one of them.
 
-`patch`, `unpatch`, `patched` and `load` put a scheme into a model of theirs, and `rotary_scheme` is the one that it has.
-`over` runs one over a group of processes. `IsoposForCausalLM` is a model of ours, which their Auto classes know, and
-`from_decoder` makes it of a trained `isopos.Decoder`. `converted`, `distances` and `transferred` are for the way from
-softmax to linear attention, by schemes of `linear_scheme`. `convert_layout` and `absorb` are the functions of `isopos.nn`
-for a whole checkpoint. The first use of a name imports transformers, which takes seconds, and makes our attention and our
-model known to it.
+`patch`, `unpatch`, `patched` and `load` put a scheme into a model of transformers; `rotary_scheme` reads the scheme that a
+model already has. `over` runs a model over a group of processes. `IsoposForCausalLM` is our language model as one of
+transformers, with support in its Auto classes; `from_decoder` builds it from a trained `isopos.Decoder`. `linear_scheme`,
+`converted`, `distances` and `transferred` convert softmax attention to linear attention. `convert_layout` and `absorb` apply
+the functions of `isopos.nn` to a whole checkpoint. The first use of a name imports transformers, which takes seconds, and
+registers our attention and our model there.
 """
 
 import importlib
@@ -30,9 +30,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module(f"{__name__}.attention").register()
-    known = {
+    exported = {
         name: getattr(part, name)
-        for part in (importlib.import_module(f"{__name__}.{own}") for own in _PARTS)
+        for part in (importlib.import_module(f"{__name__}.{name_of_part}") for name_of_part in _PARTS)
         for name in part.__all__
     }
-    return known[name]
+    return exported[name]

@@ -1,4 +1,4 @@
-"""What the modules of a patched model are called with: functions for hooks ahead of them."""
+"""Forward pre-hooks of a patched model: each function returns the changed arguments of a module."""
 
 import math
 from typing import Any
@@ -24,30 +24,30 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def of_tokens(
     owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...], columns: int
 ) -> Arguments:
-    """The arguments of a stack of layers, with its schemes at the positions of tokens."""
+    """Add the schemes, evaluated at the positions of tokens, to the arguments of a stack of layers."""
     if owner.config._attn_implementation not in (ATTENTION, OVER):
         raise ValueError(
             f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
             f"not know it, got {owner.config._attn_implementation!r}; unpatch(model) first"
         )
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tokens, x = given.get("input_ids"), given.get("position_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    tokens, x = arguments.get("input_ids"), arguments.get("position_ids")
+    tokens = arguments["inputs_embeds"] if tokens is None else tokens
     if x is None:
-        cache = given.get("past_key_values")
+        cache = arguments.get("past_key_values")
         x = torch.arange(tokens.shape[1], device=tokens.device) + (0 if cache is None else cache.get_seq_length())
         x = x[None]
     x = x[..., None] if columns == 1 else x[-3:].expand(3, *x.shape[-2:]).movedim(0, -1)  # ahead of 3 may be those of text
     like = owner.get_input_embeddings().weight
     digits = digits_of(x, like.dtype)
-    own = getattr(owner, OWN)[0].items()
+    schemes = getattr(owner, OWN)[0].items()
     window, group = getattr(owner, WINDOW, None), kwargs.get(GROUP)
-    made = {name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in own}
+    made = {name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in schemes}
     return args, {**kwargs, EVALUATED: made}
 
 
 def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None, cache: str | None) -> Arguments:
-    """The arguments of a layer of attention, with the scheme of its type, and a cache that keeps positions."""
+    """Add the scheme of a layer's type, and a cache that keeps positions, to the arguments of its attention."""
     if not isinstance(kwargs.get(EVALUATED), dict):
         raise ValueError(
             f"model: expected the scheme among the arguments of {type(layer).__name__}, got none; call the model, which has "
@@ -56,8 +56,8 @@ def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name:
     evaluated = kwargs[EVALUATED][name]
     if evaluated.scheme.attention == "linear":
         stream = LinearLayer(evaluated, layer.layer_idx, None if cache is None else kwargs.get(cache))
-        given: dict[str, Any] = {**kwargs, EVALUATED: stream}
-        return args, given if cache is None or stream.cache is None else given | {cache: stream}
+        arguments: dict[str, Any] = {**kwargs, EVALUATED: stream}
+        return args, arguments if cache is None or stream.cache is None else arguments | {cache: stream}
     kwargs = {**kwargs, EVALUATED: evaluated}
     if cache is not None and kwargs.get(cache) is not None and evaluated.digits is not None:
         kwargs[cache] = Written(kwargs[cache], evaluated.digits)
@@ -65,9 +65,9 @@ def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name:
 
 
 def of_decay(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a layer that adds its mask to logits, with a scheme's decay in the mask.
+    """Add a scheme's decay to the mask of a layer that adds its mask to logits.
 
-    Positions of keys are counted among those that some query sees.
+    Positions of keys are counted over the keys that at least one query sees.
     """
     mask, x, decay = kwargs["attention_mask"], kwargs["position_ids"], getattr(layer, OWN)[0].decay
     least = torch.finfo(kwargs["position_embeddings"][0].dtype).min
@@ -79,28 +79,28 @@ def of_decay(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
 
 
 def of_words(embeddings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of BERT's embeddings with positions and types of all tokens, which its own tables limit in number."""
+    """Add positions and types of all tokens to the arguments of BERT's embeddings, whose tables limit their number."""
     names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "past_key_values_length")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    if given.get("position_ids") is None:
-        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    if given.get("token_type_ids") is None:
-        given["token_type_ids"] = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return (), given
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+    if arguments.get("position_ids") is None:
+        arguments["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if arguments.get("token_type_ids") is None:
+        arguments["token_type_ids"] = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    return (), arguments
 
 
 def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of BERT's layers with the scheme at the positions of tokens, 0 to t - 1 unless they are given."""
-    features, given = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
-    known = shards(kwargs.get(GROUP), features.shape[1], features.device)
-    x = sequence(features.shape[1], device=features.device)[None] if given is None else given[..., None]
-    x = x if known is None or given is not None else known.index[None, :, None]
-    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, group=known)}
+    """Add the scheme at the positions of tokens, by default 0 to t - 1, to the arguments of BERT's layers."""
+    features, position_ids = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
+    over = shards(kwargs.get(GROUP), features.shape[1], features.device)
+    x = sequence(features.shape[1], device=features.device)[None] if position_ids is None else position_ids[..., None]
+    x = x if over is None or position_ids is not None else over.index[None, :, None]
+    return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, group=over)}
 
 
 def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a ViT with the scheme at the class token, the origin, and at patches from 1 on, on each axis."""
+    """Add the scheme to the arguments of a ViT: the class token is at the origin, patches count from 1 on each axis."""
     pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
     embed, scheme = model.embeddings.patch_embeddings, getattr(model, OWN)
     sides = [size // patch for size, patch in zip(pixels.shape[-2:], embed.patch_size, strict=True)]

@@ -1,4 +1,4 @@
-"""The attention, and the masks of the same name, for schemes that a model's own cosines and sines cannot express."""
+"""Attention and masks, registered in transformers, for schemes that a model's cosines and sines cannot express."""
 
 import importlib.metadata
 from typing import Any
@@ -25,7 +25,7 @@ EVALUATED = "evaluated"
 
 
 def check_version() -> None:
-    """ImportError for transformers before version 5, or none."""
+    """Raise ImportError if transformers is missing or older than version 5."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def check_version() -> None:
 
 
 def register() -> None:
-    """Make transformers know both by name; without masks of that name it would give none, and padding would be seen."""
+    """Register attention and masks in transformers. Without a registered mask it would pass none and show padding."""
     check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def masked(**arguments: Any) -> Tensor:
-    """Which keys each query sees, bool ``[b 1 t s]``: always made, so that a mask that is lost on the way is missed."""
+    """Mask of the keys that each query sees, bool ``[b 1 t s]``; always made, so that a lost mask is noticed."""
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -56,7 +56,7 @@ def masked(**arguments: Any) -> Tensor:
 
 
 def padding(attention_mask: Tensor | None = None, **arguments: Any) -> Tensor | None:
-    """Which tokens of this process are no padding, bool ``[b t]``; None if none is."""
+    """Mask of this process's tokens that are not padding, bool ``[b t]``; None without padding."""
     return attention_mask
 
 
@@ -74,13 +74,13 @@ def attend_over(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a group of queries ``[b h t d]`` and keys ``[b h t d]``, by a scheme or rotated already.
+    """Attention over a group of processes: queries and keys ``[b h t d]`` with a scheme, or already rotated.
 
     Returns:
-        ``[b t h d]``, and None where other attentions may have weights.
+        Outputs ``[b t h d]``, and None in place of attention weights.
 
     Raises:
-        ValueError: For an argument that it does not have.
+        ValueError: For an argument that this attention does not support.
     """
     _check_others(others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -107,17 +107,17 @@ def attend(
     evaluated: Evaluated | LinearLayer | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries ``[b h t d]`` and keys ``[b h s d]`` by a scheme at the positions of both.
+    """Attention of queries ``[b h t d]`` and keys ``[b h s d]`` with a scheme at the positions of both.
 
-    Keys of a cache come with the digits of their positions behind them. Linear attention is given the new keys only, and has
-    its states in the cache.
+    Cached keys have the digits of their positions as additional features. Linear attention takes the new keys only and
+    keeps its states in the cache.
 
     Returns:
-        ``[b t h d]``, and None where other attentions may have weights.
+        Outputs ``[b t h d]``, and None in place of attention weights.
 
     Raises:
-        ValueError: For a model without a scheme, a layer that its encoder did not call, an argument that it does not have,
-            and where no mask came, though even one that hides nothing is made.
+        ValueError: For a model without a scheme, a layer that was called without its encoder, an argument that this
+            attention does not support, and a missing mask.
     """
     if evaluated is None:
         raise ValueError(
@@ -141,7 +141,7 @@ def attend(
 
 
 def _check_others(others: dict[str, Any]) -> None:
-    """ValueError for an argument of a model's attention that ours does not have."""
+    """Raise ValueError for an argument of a model's attention that this attention does not support."""
     for name in NOT_SERVED:
         if others.get(name) is not None:
             raise ValueError(f"{name}: expected none, got one, by which {NOT_SERVED[name]}; an attention of isopos has none")
@@ -150,7 +150,7 @@ def _check_others(others: dict[str, Any]) -> None:
 def _evaluated(
     evaluated: Evaluated, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Keys without the digits of their positions, and the scheme's arguments; its scale is the model's, if it has none."""
+    """Keys without the digits of positions, and the scheme's arguments; the model's scale if the scheme has none."""
     k, at = evaluated(q, k, mask)
     scheme = evaluated.scheme
     return k, at if scheme.scale is not None or scaling is None else at | {"scale": scaling * scheme.sharpness}

@@ -29,10 +29,10 @@ time before he gave an answer."""
 
 
 def loaded(folder: Path) -> Any:
-    """The model of a folder, without remote code or network; with random weights where the folder has none.
+    """Load the model of a folder without remote code or network; weights are random if the folder has none.
 
     Raises:
-        ValueError: For a folder without config.json, or whose model transformers does not know.
+        ValueError: For a folder without config.json, or with a model that transformers does not have.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: expected a folder with config.json, got {folder}")
@@ -53,10 +53,10 @@ def loaded(folder: Path) -> Any:
 
 
 def tokens_of(folder: Path, text: str | None) -> Tensor | None:
-    """Tokens ``[1 t]`` of a text, by the tokenizer of a folder; of a few sentences by default, None without a tokenizer.
+    """Tokens ``[1 t]`` of a text, by default a few sentences, from a folder's tokenizer; None without a tokenizer.
 
     Raises:
-        ValueError: For a text, and a folder without a tokenizer that transformers reads.
+        ValueError: If a text is passed and the folder has no tokenizer that transformers can read.
     """
     if not any((folder / name).is_file() for name in TOKENIZERS):
         if text is not None:
@@ -75,18 +75,18 @@ def tokens_of(folder: Path, text: str | None) -> Tensor | None:
 
 def _class_of(transformers: Any, config: Any) -> Any:
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
-        known = getattr(transformers, auto)._model_mapping
-        if type(config) in known:
-            found = known[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            match = mapping[type(config)]
+            return match[0] if isinstance(match, tuple) else match
     raise ValueError(f"model: expected one that transformers has, got model_type {config.model_type!r}")
 
 
 def subjects(model: Any, name: str) -> list[tuple[str, Subject]]:
-    """The parts of a model, by name: one, or encoder and decoder; without a head whose outputs are none of tokens.
+    """Parts of a model to audit: the model, or its encoder and decoder. Heads without an output per token are removed.
 
     Raises:
-        ValueError: For a model of something else than tokens.
+        ValueError: For a model whose inputs are not tokens.
     """
     if not hasattr(model.config.get_text_config(), "vocab_size"):
         raise ValueError(f"model: expected one of tokens, got {type(model).__name__}, whose configuration has no vocab_size")
@@ -107,7 +107,7 @@ class TransformersSubject(Subject):
 
     @classmethod
     def of(cls, model: Any, name: str, part: str = "", config: Any = None) -> "TransformersSubject":
-        """The subject, with what its signature and structure say."""
+        """The subject of a model, with the abilities that its signature and structure show."""
         config = config or model.config
         text = config.get_text_config(decoder=part != "encoder")
         subject = cls(model, name, heads=getattr(text, "num_attention_heads", None))
@@ -121,56 +121,23 @@ class TransformersSubject(Subject):
         subject.abilities = subject._abilities()
         return subject
 
-    def _abilities(self) -> frozenset[str]:
-        found = {"casts"}
-        if self.takes("mask") in self.accepts:
-            found.add("mask")
-        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
-            found.add("positions")
-        causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
-        found.add("causal" if causal else "bidirectional")
-        if causal and "positions" in found:
-            found.add("packing")
-        if causal and self._cache_name() and hasattr(self.module, "generate"):
-            found.add("cache")
-        if causal and self.part == "" and getattr(self.module, "can_generate", bool)():
-            found.add("generate")
-        if "cache" in found and self.part == "" and getattr(type(self.module), "_can_compile_fullgraph", False):
-            found.add("static")
-        if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
-            found.add("save")
-        return frozenset(found)
-
     def is_of_tokens(self) -> bool:
-        """Whether outputs are those of tokens, not of whole texts; also where a call fails, which checks then report."""
+        """Whether there is one output per token. True if the call fails, so that checks report the failure."""
         tokens = self.tokens(1, self.length)
         try:
             with torch.no_grad():
-                found = self.call(self.module, tokens)
+                output = self.call(self.module, tokens)
         except RuntimeError:
             return True
-        return found.ndim == 3 and found.shape[:2] == tokens.shape
+        return output.ndim == 3 and output.shape[:2] == tokens.shape
 
     def takes(self, what: str) -> str:
-        """The name of an argument of the model."""
+        """Name of the model's argument for tokens or masks."""
         names = {"mask": "attention_mask", "tokens": "input_ids"}
         return ("decoder_" if self.part == "decoder" else "") + names[what]
 
-    def _cache_name(self) -> str | None:
-        return next((name for name in ("past_key_values", "cache_params") if name in self.accepts), None)
-
-    def _is_causal(self) -> bool:
-        """Declared by a language model's head, or measured."""
-        head = type(self.module).__name__
-        if head.endswith(("ForCausalLM", "LMHeadModel")) and getattr(self.config, "is_decoder", None) is not False:
-            return True
-        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
-        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
-        with torch.no_grad():
-            return relative_error(self.call(self.exact, changed)[:, :-1], self.call(self.exact, tokens)[:, :-1]) < 1e-6
-
     def prepared(self, made: nn.Module) -> nn.Module:
-        """Experts by plain products, which know float64."""
+        """The model with experts computed by plain matrix products, which support float64."""
         choose: Any = getattr(made, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")
@@ -232,29 +199,12 @@ class TransformersSubject(Subject):
         return torch.stack(out.logits, 1)
 
     def rotary(self, module: nn.Module) -> list[Rotary]:
-        found = []
+        modules = []
         for name, child in module.named_modules():
             for buffer, values in child.named_buffers(recurse=False):
                 if (match := FREQUENCIES.match(buffer)) and "original" not in buffer and "long" not in buffer:
-                    found += self._rotary(name, child, match["kind"], values)
-        return found
-
-    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
-        config: Any = getattr(child, "config", None) or self.config
-        parameters = getattr(config, "rope_parameters", None)
-        if kind is not None and isinstance(parameters, Mapping):
-            parameters = parameters.get(kind)
-        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
-            return []
-        buffer = f"{kind}_inv_freq" if kind else "inv_freq"
-        factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
-        return [
-            Rotary(
-                f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
-                getattr(config, "max_position_embeddings", None), values, float(factor),
-                lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
-            )
-        ]  # fmt: skip
+                    modules += self._rotary(name, child, match["kind"], values)
+        return modules
 
     def entry(self) -> str:
         path = Path(self.module.config._name_or_path) / "config.json"  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType, reportOptionalMemberAccess]
@@ -274,21 +224,71 @@ class TransformersSubject(Subject):
             model.save_pretrained(folder)
             return type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
 
+    def _abilities(self) -> frozenset[str]:
+        abilities = {"casts"}
+        if self.takes("mask") in self.accepts:
+            abilities.add("mask")
+        if "position_ids" in self.accepts and self.part != "decoder" and self.encoding != "ALiBi":
+            abilities.add("positions")
+        causal = self.part == "decoder" or (self.part != "encoder" and self._is_causal())
+        abilities.add("causal" if causal else "bidirectional")
+        if causal and "positions" in abilities:
+            abilities.add("packing")
+        if causal and self._cache_name() and hasattr(self.module, "generate"):
+            abilities.add("cache")
+        if causal and self.part == "" and getattr(self.module, "can_generate", bool)():
+            abilities.add("generate")
+        if "cache" in abilities and self.part == "" and getattr(type(self.module), "_can_compile_fullgraph", False):
+            abilities.add("static")
+        if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
+            abilities.add("save")
+        return frozenset(abilities)
+
+    def _cache_name(self) -> str | None:
+        return next((name for name in ("past_key_values", "cache_params") if name in self.accepts), None)
+
+    def _is_causal(self) -> bool:
+        """Whether attention is causal: declared by a language model's head, or else measured."""
+        head = type(self.module).__name__
+        if head.endswith(("ForCausalLM", "LMHeadModel")) and getattr(self.config, "is_decoder", None) is not False:
+            return True
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        with torch.no_grad():
+            return relative_error(self.call(self.exact, changed)[:, :-1], self.call(self.exact, tokens)[:, :-1]) < 1e-6
+
+    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
+        config: Any = getattr(child, "config", None) or self.config
+        parameters = getattr(config, "rope_parameters", None)
+        if kind is not None and isinstance(parameters, Mapping):
+            parameters = parameters.get(kind)
+        if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+            return []
+        buffer = f"{kind}_inv_freq" if kind else "inv_freq"
+        factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
+        return [
+            Rotary(
+                f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
+                getattr(config, "max_position_embeddings", None), values, float(factor),
+                lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),
+            )
+        ]  # fmt: skip
+
 
 def _signature(model: Any) -> set[str]:
     return {*inspect.signature(model.forward).parameters}
 
 
 def _outputs(out: Any) -> Tensor:
-    """Logits, or features of the last layer, ``[b t v]``."""
+    """Logits or features of the last layer ``[b t v]``, whichever an output has."""
     for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(out, name, None), Tensor) and found.ndim == 3:
-            return found
+        if isinstance(output := getattr(out, name, None), Tensor) and output.ndim == 3:
+            return output
     return out[0]
 
 
 def _ordinary(config: Any) -> Tensor:
-    """Tokens without a special meaning."""
+    """Tokens of the vocabulary that are not special."""
     names = [name for name in dir(config) if name.endswith(("_token_id", "_token_index"))]
     values = [_get(config, name) for name in names]
     special = {i for value in values for i in (value if isinstance(value, list) else [value])}
@@ -303,7 +303,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _encoding(model: Any, config: Any) -> tuple[str, bool | None]:
-    """How positions enter a model, and whether that is relative; as far as its modules tell."""
+    """Name of a model's encoding, and whether it is relative, judged by its modules."""
     tables = [name for name, a in model.named_modules() if TABLE.search(name) and "Rotary" not in type(a).__name__]
     if config.model_type == "roformer":
         return "rotary", True
@@ -320,7 +320,7 @@ def _encoding(model: Any, config: Any) -> tuple[str, bool | None]:
 
 
 def _limit(model: Any, config: Any, encoding: str) -> int | None:
-    """Positions that calls may have without a table's end or a dynamic rule being reached."""
+    """Number of positions before a table ends or a dynamic rule changes frequencies; None without such a limit."""
     most = _get(config, "max_position_embeddings") or _get(config, "n_positions")
     if encoding.startswith("absolute"):
         table = dict(model.named_modules())[encoding.removeprefix("absolute table ")]
@@ -330,12 +330,12 @@ def _limit(model: Any, config: Any, encoding: str) -> int | None:
     parameters = _get(config, "rope_parameters") or {}
     nested = [a for a in parameters.values() if isinstance(a, Mapping)] or [parameters]
     trained = [a["original_max_position_embeddings"] for a in nested if a.get("original_max_position_embeddings")]
-    known = [n for n in (most, *trained) if isinstance(n, int) and n > 0]
-    return min(known) if known else None
+    limits = [n for n in (most, *trained) if isinstance(n, int) and n > 0]
+    return min(limits) if limits else None
 
 
 def _rotating(config: Any, parameters: Mapping[str, Any]) -> int | None:
-    """Features of a head that rotate, as declared."""
+    """Number of a head's features that rotate, as declared by the configuration."""
     size = _get(config, "qk_rope_head_dim") or _get(config, "head_dim")
     size = size or (config.hidden_size // config.num_attention_heads if _get(config, "num_attention_heads") else None)
     if size is None or parameters.get("rope_type") == "proportional":

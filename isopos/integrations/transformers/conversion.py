@@ -1,7 +1,8 @@
 """From softmax to linear attention: attention transfer in models of transformers.
 
-`converted` gives a copy of a model the scheme of linear attention. `distances` tells how far the outputs of its attention
-are from those of the original, layer by layer, as a loss. `isopos convert` minimises it, and then trains the next token.
+`converted` returns a copy of a model with a scheme of linear attention. `distances` is the loss of attention transfer: per
+layer, the distance between the outputs of both models' attention. `isopos convert` minimises it and then trains on the next
+token.
 """
 
 import copy
@@ -27,13 +28,13 @@ KEEP = "keep"
 
 
 def linear_scheme(model: Any, name: str = KEEP, options: Mapping[str, object] | None = None) -> Scheme:
-    """A scheme of linear attention for a model, by name.
+    """Build a scheme of linear attention for a model, by name.
 
     Args:
-        model: A model of transformers, which is not patched.
-        name: A name of `REGISTRY`, or "keep" for the model's own positions: those of its rotary module, with its
-            extension, or its table of learned vectors, which the scheme then holds.
-        options: Values of options, or their texts: a decay, a feature map, a denominator, and those of the named scheme.
+        model: A model of transformers that is not patched.
+        name: A name of `REGISTRY`, or "keep" for the positions that the model has: its rotary frequencies and extension,
+            or its table of learned vectors, which is copied into the scheme.
+        options: Options by name, as values or text: a decay, a feature map, a denominator, and options of the named scheme.
 
     Raises:
         ValueError: For an unknown name or option, for softmax attention, and for positions that "keep" cannot read.
@@ -56,23 +57,23 @@ def linear_scheme(model: Any, name: str = KEEP, options: Mapping[str, object] | 
     if not isinstance(native, Scheme):
         raise ValueError(f"scheme: expected a model with one scheme to keep, got one for each of {', '.join(native)}")
     assert native.origin is not None
-    name, known = native.origin
-    own = {key: value for key, value in known.items() if key in options_of(name) and key != "attention"}
-    if taken := [key for key in options if key in own and key not in ("decay", "feature_map", "denominator")]:
+    name, arguments = native.origin
+    kept = {key: value for key, value in arguments.items() if key in options_of(name) and key != "attention"}
+    if taken := [key for key in options if key in kept and key not in ("decay", "feature_map", "denominator")]:
         raise ValueError(f"{taken[0]}: expected none with keep, since the model determines it, got {options[taken[0]]}")
     chosen = build(name, features, heads, options).origin  # checks and parses the options
     assert chosen is not None
     values = {key: value for key, value in chosen[1].items() if key in options}
-    scheme = REGISTRY[name](**own | values | {"head_dim": features, "heads": heads})
+    scheme = REGISTRY[name](**kept | values | {"head_dim": features, "heads": heads})
     return scheme if native.extension is None else scheme.extend(**native.extension.arguments)
 
 
 def _with_table(model: Any, features: int, heads: int, options: Mapping[str, object]) -> Scheme:
-    """The scheme that adds the vectors of a model's table, which it copies."""
-    found = next(reading.added_tables(reading.text_part(model)), None)
-    if found is None or not isinstance(found[2], nn.Embedding):
+    """A scheme that adds a copy of the vectors of a model's table of positions."""
+    position_table = next(reading.added_tables(reading.text_part(model)), None)
+    if position_table is None or not isinstance(position_table[2], nn.Embedding):
         raise ValueError("scheme: expected a model with rotary positions or a table of them to keep, got one without")
-    table = found[2].weight
+    table = position_table[2].weight
     scheme = build("learned", features, heads, {**options, "length": len(table), "model_dim": table.shape[1]})
     embedding: Any = scheme.embedding
     with torch.no_grad():
@@ -81,10 +82,10 @@ def _with_table(model: Any, features: int, heads: int, options: Mapping[str, obj
 
 
 def converted(model: Any, scheme: Scheme, window: int | None = None) -> Any:
-    """A copy of a model with a scheme of linear attention: `patch`, which see. All its weights are still the model's.
+    """A copy of a model, patched with a scheme of linear attention. Weights keep their values; see `patch`.
 
     Raises:
-        ValueError: For softmax attention, and where `patch` refuses scheme or window.
+        ValueError: For softmax attention, and if `patch` refuses the scheme or the window.
     """
     if scheme.attention != "linear":
         raise ValueError("scheme: expected one of linear attention, to which a model is converted, got softmax")
@@ -92,27 +93,27 @@ def converted(model: Any, scheme: Scheme, window: int | None = None) -> Any:
 
 
 def transferred(student: Any) -> list[nn.Parameter]:
-    """The parameters that attention transfer trains: of layers of attention, of windows, and of the scheme in attention."""
+    """Parameters that attention transfer trains: those of attention layers, windows, and schemes within attention."""
     part = reading.text_part(student)
     layers = reading.attention_layers(part)
-    found = [weight for layer in layers for weight in layer.parameters()]
-    own = [module for module in part.modules() if isinstance(module, Scheme)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    schemes = [module for module in part.modules() if isinstance(module, Scheme)]
     window = getattr(part, WINDOW, None)
-    found += [weight for module in (*own, *([] if window is None else [window])) for weight in module.parameters()]
-    added = {weight for scheme in own if scheme.embedding is not None for weight in scheme.embedding.parameters()}
-    return [weight for weight in dict.fromkeys(found) if weight not in added]
+    weights += [weight for module in (*schemes, *([] if window is None else [window])) for weight in module.parameters()]
+    added = {weight for scheme in schemes if scheme.embedding is not None for weight in scheme.embedding.parameters()}
+    return [weight for weight in dict.fromkeys(weights) if weight not in added]
 
 
 def distances(teacher: Any, student: Any, tokens: Tensor) -> Tensor:
-    """How far attention of two models is apart, layer by layer, ``[layers]``: |y - z|^2 / |z|^2 over all tokens.
+    """Distances between the attention layers of two models ``[layers]``: |y - z|^2 / |z|^2 over all tokens.
 
-    z is the output of a layer of attention of the teacher, and y is that of the student's layer for the teacher's input. So
-    a layer's distance does not depend on other layers: its gradient reaches the parameters of this layer, and what layers
-    share. One backward pass of the sum trains each layer as if it were alone.
+    z is the output of the teacher's layer, and y the output of the student's layer for the teacher's input. A layer's
+    distance thus does not depend on other layers: its gradient reaches the parameters of this layer and parameters that
+    layers share. One backward pass of the sum trains each layer as if it were alone.
 
     Args:
         teacher: The model with softmax attention.
-        student: What `converted` made of it.
+        student: The result of `converted` for the teacher.
         tokens: ``[b t]``, int64.
 
     Examples:
@@ -123,20 +124,20 @@ def distances(teacher: Any, student: Any, tokens: Tensor) -> Tensor:
         >>> optimizer = torch.optim.AdamW(transferred(student))  # doctest: +SKIP
         >>> distances(model, student, torch.randint(32000, (2, 64))).sum().backward()  # doctest: +SKIP
     """
-    inputs, outputs, found = [], [], []
+    inputs, outputs, distance = [], [], []
 
     def keep(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         inputs.append(args[0] if args else kwargs["hidden_states"])
         outputs.append(_first(output))
 
     def replace(layer: Any, args: Any, kwargs: Any) -> Any:
-        own = inputs[len(found)]
-        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+        hidden = inputs[len(distance)]
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def compare(layer: Any, args: Any, output: Any) -> Any:
-        target = outputs[len(found)].float()
-        found.append((_first(output).float() - target).square().sum() / target.square().sum())
-        target = outputs[len(found) - 1]
+        target = outputs[len(distance)].float()
+        distance.append((_first(output).float() - target).square().sum() / target.square().sum())
+        target = outputs[len(distance) - 1]
         return (target, *output[1:]) if isinstance(output, tuple) else target
 
     of_teacher, of_student = (reading.attention_layers(reading.text_part(model)) for model in (teacher, student))
@@ -149,7 +150,7 @@ def distances(teacher: Any, student: Any, tokens: Tensor) -> Tensor:
             hooks.callback(layer.register_forward_pre_hook(replace, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(compare).remove)
         student.base_model(tokens, use_cache=False)
-    return torch.stack(found)
+    return torch.stack(distance)
 
 
 def _first(output: Any) -> Tensor:

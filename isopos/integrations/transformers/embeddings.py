@@ -1,4 +1,4 @@
-"""Modules in place of a model's tables of absolute positions."""
+"""Modules that replace a model's tables of absolute positions."""
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,11 @@ __all__ = ["Absolute", "Sinusoids"]
 
 
 class _Replacement(nn.Module):
-    """A module that makes vectors of positions by a scheme.
+    """A module that computes vectors of positions by a scheme.
 
     Args:
         scheme: The scheme.
-        old: The table ``[n m]`` that it replaces, whose dtype and device are the model's.
+        old: The replaced table ``[n m]``; its dtype and device are used.
     """
 
     like: Tensor
@@ -26,10 +26,10 @@ class _Replacement(nn.Module):
 
 
 class Sinusoids(_Replacement):
-    """Sines of all pairs and then cosines, for RoFormer's code to rotate by; of a scheme with `rotations`."""
+    """Table for RoFormer's rotations, sines of all pairs and then cosines, from a scheme with `rotations`."""
 
     def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
-        """The table ``[t d]`` of tokens ``[b t]`` that follow `past` others, or of positions ``[t]``."""
+        """Table ``[t d]`` at positions ``[t]``; by default of tokens ``[b t]`` after `past` earlier tokens."""
         x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
         table = torch.cat(tables(self.scheme, x[..., None], self.like.dtype), -2)
         cos, sin = table.to(self.like.dtype).unbind(-1)

@@ -1,4 +1,4 @@
-"""What a scheme gives attention in a forward pass of a model, for all layers; and positions that are written behind keys."""
+"""A scheme evaluated in a forward pass of a model, for all layers; and positions stored as additional features of keys."""
 
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ CACHE = "past_key_values: expected a cache that keeps keys as they are, of the s
 
 
 def digits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positions ``[b t c]``, coordinates from -2^31 to 2^31 - 1, as digits ``[b t n]``, 4 for each coordinate."""
+    """Digits ``[b t n]`` of positions ``[b t c]``: 4 for each coordinate from -2^31 to 2^31 - 1."""
     shifts = torch.arange(0, 8 * BYTES, 8, device=x.device)
     return ((x[..., None] + 2 ** (8 * BYTES - 1) >> shifts) & 255).flatten(-2).to(dtype)
 
 
 def positions_of(written: Tensor) -> Tensor:
-    """The positions ``[b t c]`` that `digits_of` wrote."""
+    """Positions ``[b t c]`` from the digits of `digits_of`."""
     digits = written.to(torch.int64)
     torch._assert_async((digits == written).all(), CACHE + "rounded")  # pyright: ignore
     shifts = torch.arange(0, 8 * BYTES, 8, device=written.device)
@@ -28,20 +28,20 @@ def positions_of(written: Tensor) -> Tensor:
 
 
 class Written:
-    """A model's cache, which keeps the digits of positions behind the keys that a layer adds to it.
+    """Wrapper of a model's cache that appends the digits of positions to the features of new keys.
 
-    The cache thus keeps positions with the keys they belong to, whatever it does with these: beams, crops, windows, slots.
+    Positions thus stay with their keys when the cache reorders beams, crops, or has windows or fixed slots.
 
     Args:
-        cache: Of the model.
-        digits: ``[b t n]`` of the tokens that are added, or ``[1 t n]`` of every sample.
+        cache: The model's cache.
+        digits: Digits of the new tokens ``[b t n]``, or ``[1 t n]`` for all samples.
     """
 
     def __init__(self, cache: Any, digits: Tensor):
         self.cache, self.digits = cache, digits
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values ``[b h t d]``, and return all: keys ``[b h s d + n]`` with digits, and values."""
+        """Add keys and values ``[b h t d]``; return all keys with digits ``[b h s d + n]``, and all values."""
         digits = self.digits.to(keys)[:, None].expand(*keys.shape[:-1], -1)
         return self.cache.update(torch.cat((keys, digits), -1), values, *args, **kwargs)
 
@@ -50,7 +50,7 @@ class Written:
 
 
 class _Kept(NamedTuple):
-    """Arguments for layers whose keys are where their queries are, or with the mask and the digits of a cache."""
+    """Evaluated arguments: for keys at the positions of queries, or for a cache with its mask and digits."""
 
     at: Arguments
     kind: tuple[torch.dtype, torch.device]
@@ -59,18 +59,18 @@ class _Kept(NamedTuple):
 
 
 class Evaluated:
-    """A scheme at the positions of one forward pass, whose layers ask it for the arguments of their attention.
+    """A scheme at the positions of one forward pass; layers call it for the arguments of their attention.
 
-    Layers whose keys have the same positions share them. Where gradients are computed, the arguments for keys that are where
-    queries are come ahead of all layers: one graph reaches what the scheme learns, and a checkpointed layer finds them
-    again. What a layer evaluates, for keys of a cache or on another device, is kept unless it has a graph. Nothing outlives
-    the pass and its graph, since only the model's own arguments hold this.
+    Layers whose keys have the same positions share the arguments. With gradients, the arguments for keys at the positions of
+    queries are evaluated before all layers: one graph reaches the scheme's parameters, and a checkpointed layer finds the
+    same arguments again. Arguments for cached keys or another device are kept unless they have a graph. Nothing outlives the
+    pass and its graph, since only the model's arguments hold this object.
 
     Args:
-        scheme: Of all layers.
-        x: Positions of queries ``[b t c]``, or of the queries of every sample ``[1 t c]``.
-        like: A tensor of the dtype and on the device that queries are expected to have.
-        digits: What a cache keeps behind keys ``[b t n]``; None where there is no cache.
+        scheme: Scheme of all layers.
+        x: Positions of queries ``[b t c]``, or ``[1 t c]`` for all samples.
+        like: A tensor with the expected dtype and device of queries.
+        digits: Digits of positions for a cache ``[b t n]``; None without a cache.
         window: The `Window` of softmax attention combined with a scheme of linear attention, or None.
         group: The processes that hold the sequence; see `isopos.Scheme.at`.
     """
@@ -101,13 +101,13 @@ class Evaluated:
         return key[..., :features], self._at(_kind(query))
 
     def at_queries(self, query: Tensor) -> Arguments:
-        """Arguments for keys that are where queries are."""
+        """Arguments for keys at the positions of queries."""
         return self._at(_kind(query))
 
     def _at(
         self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None
     ) -> Arguments:
-        """What is kept, or else is evaluated now."""
+        """Kept arguments that fit, or newly evaluated ones."""
         learns = self._learns()
         if self.learns and not learns:  # a reentrant checkpoint, which goes backward through any graph that it finds
             self.again = True
@@ -117,10 +117,10 @@ class Evaluated:
                     if written is not None and kept.written is not None:
                         _expect_same(written, kept.written)
                     return kept.at
-        found = self._evaluate(kind, mask, written)
+        evaluated = self._evaluate(kind, mask, written)
         if not learns:
-            self.kept = [found, *self.kept[:1]]  # at most those of two kinds of layers, with a window and without
-        return found.at
+            self.kept = [evaluated, *self.kept[:1]]  # two kinds of layers at most: with a window and without
+        return evaluated.at
 
     def _evaluate(
         self, kind: tuple[torch.dtype, torch.device], mask: Tensor | None = None, written: Tensor | None = None
@@ -134,7 +134,7 @@ class Evaluated:
         return _Kept(self.scheme.at(x.expand(len(y), -1, -1), y, dtype=dtype), kind, mask, written)
 
     def _learns(self) -> bool:
-        """Whether what is evaluated now has a graph."""
+        """Whether arguments evaluated now would have a graph."""
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.scheme.parameters())
 
 

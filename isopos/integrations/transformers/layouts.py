@@ -1,4 +1,4 @@
-"""Whole checkpoints of transformers between the layouts of rotary embeddings, and with a scheme's basis folded in."""
+"""Whole checkpoints of transformers: conversion between rotary layouts, and folding of a scheme's basis into weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -26,19 +26,19 @@ __all__ = ["absorb", "convert_layout"]
 
 @torch.no_grad()
 def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[str, Tensor]:
-    """The state of a decoder of transformers with all projections of queries and keys in another layout of rotated pairs.
+    """State dict of a decoder of transformers whose projections of queries and keys have another rotary layout.
 
-    The code of most decoders rotates pairs (i, i + d/2) of a head, "half". Pairs (2i, 2i + 1), "interleaved", are for code
-    that rotates as the RoFormer paper does, and isopos.rope by default. Gains of norms ahead of the rotation go with their
-    features. What ``to="interleaved"`` gave is converted back by loading it and ``to="half"``.
+    "half" pairs features (i, i + d/2) of a head, as the code of most decoders does. "interleaved" pairs (2i, 2i + 1), as the
+    RoFormer paper does, and isopos.rope by default. Gains of norms before the rotation are permuted with their features. To
+    undo ``to="interleaved"``, load the result and convert with ``to="half"``.
 
     Args:
         model: A decoder whose code rotates pairs (i, i + d/2), with projections q_proj and k_proj, or query_key_value as in
-            GPT-NeoX; not patched, or with a scheme that rotates pairs. It stays as it is.
+            GPT-NeoX. It is not patched, or patched with a scheme that rotates pairs. It is not changed.
         to: The layout of the result.
 
     Returns:
-        All of ``model.state_dict()``; what is converted is a copy.
+        All of ``model.state_dict()``, with copies of the converted tensors.
 
     Raises:
         ValueError: For another model, scheme or layout.
@@ -57,13 +57,13 @@ def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[st
 
 @torch.no_grad()
 def absorb(model: Any) -> Any:
-    """Fold the constant basis of a patched decoder's scheme into all its projections, in place, and return the model.
+    """Fold the constant basis of a patched decoder's scheme into its projections, in place, and return the model.
 
-    Logits stay what they were. What then rotates pairs, all heads alike, is given to the model's own code, as `patch` does,
-    and the projections' rows are brought into its layout.
+    Logits do not change. If the remaining scheme rotates pairs, the same in all heads, the model's code applies it, as in
+    `patch`, and the projections' rows are permuted into its layout.
 
     Args:
-        model: Patched with a scheme that `isopos.nn.absorb` takes, and without norms of queries and keys (Qwen 3).
+        model: A decoder patched with a scheme that `isopos.nn.absorb` takes, without norms of queries and keys (Qwen 3).
 
     Raises:
         ValueError: For another model or scheme; nothing is changed.
@@ -72,19 +72,21 @@ def absorb(model: Any) -> Any:
     if not isinstance(rotary, Angles | Unrotated):
         raise ValueError("model: expected one with a scheme of isopos, got one without; patch(model, scheme) first")
     state = dict(model.state_dict(keep_vars=True))
-    found = [rows for _, rows in _rows(model, state)]
+    projections = [rows for _, rows in _rows(model, state)]
     scheme: Scheme = rotary.scheme  # pyright: ignore[reportAssignmentType]
     new = []
-    if any(rows.ndim == 1 for rows in found):
+    if any(rows.ndim == 1 for rows in projections):
         raise ValueError(
             "model: expected projections straight ahead of the scheme, got norms of queries and keys between them"
         )
-    if few := [len(rows) for rows in found if len(rows) % scheme.heads]:
+    if few := [len(rows) for rows in projections if len(rows) % scheme.heads]:
         raise ValueError(
             f"model: expected a scheme of one head or of its {min(few)} heads of keys, each of which has one basis, got one "
             f"of {scheme.heads} heads, several of which share a key; build it with heads={min(few)}"
         )
-    groups = [rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in found]  # heads that share one of the scheme's
+    groups = [
+        rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in projections
+    ]  # heads that share one of the scheme's
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))  # where its basis is
     layers = [[_linear(group[:, n].flatten(0, 1).to(device)) for n in range(group.shape[1])] for group in groups]
     absorbed = checkpoint.absorb(scheme, *(layer for several in layers for layer in several))
@@ -93,7 +95,7 @@ def absorb(model: Any) -> Any:
         new.append(torch.stack(parts, 1).flatten(0, 1))
     if is_rotation(absorbed) and not isinstance(absorbed.encoding, InBasis):  # pairs are side by side as yet
         new = [_converted(rows, "half", _width(tables, absorbed)) for rows in new]
-    for rows, changed in zip(found, new, strict=True):
+    for rows, changed in zip(projections, new, strict=True):
         rows.copy_(changed)
     unpatch(model)
     if hasattr(model.config, ENTRY):
@@ -102,10 +104,10 @@ def absorb(model: Any) -> Any:
 
 
 def _rotary(model: Any) -> tuple[Any, Tables]:
-    """A decoder's rotary module and its tables; ValueError for another model."""
-    found = text_part(model).modules() if hasattr(model, "base_model") else ()
-    rotary = next((module for module in found if isinstance(module, Angles | Unrotated)), None)
-    if rotary is None and found:
+    """The rotary module of a decoder and its tables; raises ValueError for other models."""
+    modules = text_part(model).modules() if hasattr(model, "base_model") else ()
+    rotary = next((module for module in modules if isinstance(module, Angles | Unrotated)), None)
+    if rotary is None and modules:
         rotary = (rotary_module(model) or (None,))[-1]
     tables = None if rotary is None else getattr(rotary, "tables", None) or measured(rotary)
     if rotary is None or tables is None or tables.columns != 1 or not tables.halves:
@@ -117,7 +119,7 @@ def _rotary(model: Any) -> tuple[Any, Tables]:
 
 
 def _width(tables: Tables, scheme: Scheme | None) -> int:
-    """How many first features of a head the model's code rotates, with a scheme or with its own angles."""
+    """Number of a head's first features that the model's code rotates, with or without a scheme."""
     first = rotations(scheme.encoding) if scheme is not None and tables.flexible else None
     return (
         2 * tables.pairs if first is None else next((a.features for a in first if isinstance(a, Rotary)), 2 * tables.pairs)
@@ -125,7 +127,7 @@ def _width(tables: Tables, scheme: Scheme | None) -> int:
 
 
 def _rows(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Views ``[h d ...]`` of the rows of parameters that make queries or keys, and their names; gains of norms ``[d]``."""
+    """Names and views ``[h d ...]`` of the rows of weights that project queries or keys; for gains of norms ``[d]``."""
     part = text_part(model)
     features, within = head_dim(part.config), "" if part is model.base_model else "language_model."
     for name, tensor in state.items():
@@ -133,19 +135,19 @@ def _rows(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
         if kind in ("q_proj", "k_proj") or (kind in ("q_norm", "k_norm") and len(tensor) != features):
             yield name, tensor.view(-1, features, *tensor.shape[1:])
         elif kind == "query_key_value":
-            own = tensor.view(-1, 3, features, *tensor.shape[1:])
-            yield name, own[:, 0]
-            yield name, own[:, 1]
+            by_head = tensor.view(-1, 3, features, *tensor.shape[1:])
+            yield name, by_head[:, 0]
+            yield name, by_head[:, 1]
         elif kind in ("q_norm", "k_norm"):
             yield name, tensor
 
 
 def _check_projections(part: Any) -> None:
-    """ValueError for a model whose queries and keys are made in another way than `_rows` knows."""
+    """Raise ValueError for a model with projections of queries and keys that `_rows` does not support."""
     makers = ("q_proj", "k_proj", "query_key_value")
     layers = [a for a in part.modules() if any(hasattr(a, name) for name in makers)]
-    known = {*makers, "v_proj", "o_proj", "dense", "q_norm", "k_norm"}
-    others = {name for layer in layers for name, child in layer.named_children() if [*child.parameters()]} - known
+    served = {*makers, "v_proj", "o_proj", "dense", "q_norm", "k_norm"}
+    others = {name for layer in layers for name, child in layer.named_children() if [*child.parameters()]} - served
     config = part.config
     if not layers or others:
         got = ", ".join(sorted(others)) or "none of these"
@@ -157,14 +159,14 @@ def _check_projections(part: Any) -> None:
 
 
 def _converted(rows: Tensor, to: Literal["interleaved", "half"], width: int | None) -> Tensor:
-    """Rows ``[h d ...]``, or a gain ``[d]``, in another layout of the first `width` of d features."""
+    """Rows ``[h d ...]``, or a gain ``[d]``, with their first `width` features in another layout."""
     heads = 1 if rows.ndim == 1 else len(rows)
     flat = rows.reshape(heads * rows.shape[min(1, rows.ndim - 1)], -1)
     return checkpoint.convert_layout(flat, heads, to=to, rotary_dim=width).reshape(rows.shape)
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    """A projection with a copy of a weight ``[n m]``, or of a bias ``[n]``, as `isopos.nn.absorb` takes it."""
+    """A linear layer with a copy of a weight ``[n m]`` or a bias ``[n]``, for `isopos.nn.absorb`."""
     layer = nn.Linear(1 if weight.ndim == 1 else weight.shape[1], len(weight), bias=False, device=weight.device)
     layer.weight = nn.Parameter(weight.detach().clone().view(len(weight), -1))
     return layer

@@ -1,6 +1,6 @@
 """Linear attention in the layers of a model of transformers: states in its cache, and a window of softmax attention.
 
-The model's own code makes queries, keys and values. A layer's cache is a `StateLayer` of constant size, in place of keys.
+The model's code computes queries, keys and values. A layer's cache is a `StateLayer` of constant size instead of keys.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ class Window(nn.Module):
     """Softmax attention to the nearest keys combined with linear attention to all keys, in every layer.
 
     out = w softmax(scale <rho(x_i) q_i, rho(x_j) k_j>) v + (1 - w) linear, with i - size < j <= i and a learned share
-    w = sigmoid(logit) per layer and head of queries, 1/2 at first. The softmax has the isometry of the scheme and no decay.
+    w = sigmoid(logit) per layer and head of queries, initially 1/2. The softmax uses the scheme's isometry and no decay.
 
     Args:
-        size: Number of keys that a query sees by softmax, its own among them.
+        size: Number of keys that a query sees by softmax, the key at its position included.
         layers: Number of layers.
         heads: Number of heads of queries.
     """
@@ -40,12 +40,12 @@ class Window(nn.Module):
 
 
 class LinearLayer:
-    """What one layer is given in one forward pass, as its cache and as the argument of its attention.
+    """Linear attention of one layer in one forward pass; the layer takes it as its cache and as an argument.
 
     Args:
         evaluated: The scheme at the positions of the pass.
-        index: The number of the layer.
-        cache: The model's, or None.
+        index: Number of the layer.
+        cache: The model's cache, or None.
     """
 
     def __init__(self, evaluated: Evaluated, index: int, cache: Any):
@@ -55,7 +55,7 @@ class LinearLayer:
         return getattr(self.cache, name)
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are: the cache takes what attention makes of them."""
+        """Return new keys and values unchanged; attention updates the cache's state later."""
         return keys, values
 
     def __call__(
@@ -67,43 +67,43 @@ class LinearLayer:
             q: Queries.
             k: Keys.
             v: Values.
-            keys: Which of the new keys are seen ``[b t]``, bool; None if all are.
-            scaling: Of the softmax in the window.
+            keys: Mask of the new keys that are seen ``[b t]``, bool; None for all.
+            scaling: Factor of logits in the window.
             dropout: Probability of dropping a weight in the window.
         """
         scheme, window = self.evaluated.scheme, self.evaluated.window
-        at, own, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
+        at, layer, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
         if keys is not None and "group" not in at and _all_are_seen(keys):
             keys = None
-        options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": own is not None}
-        state = {} if own is None else {"state": own.state.stamped(scheme.fingerprint, None)}
+        options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": layer is not None}
+        state = {} if layer is None else {"state": layer.state.stamped(scheme.fingerprint, None)}
         out: Any = linear_attention(q, k, v, **at | state | options)
-        out, after = out if own is not None else (out, None)
+        out, after = out if layer is not None else (out, None)
         out = F.layer_norm(out, out.shape[-1:]) if scheme.normalised else out
-        near = None if own is None else own.near
+        near = None if layer is None else layer.near
         if window is not None:
             maps = {name: at[name] for name in ("isometry", "transport", "group") if name in at}
             options |= {"scale": scaling, "window": window.size, "dropout": dropout, "state": near}
-            found: Any = softmax_attention(q, k, v, **maps, **options)
-            found, near = found if own is not None else (found, None)
+            of_window: Any = softmax_attention(q, k, v, **maps, **options)
+            of_window, near = of_window if layer is not None else (of_window, None)
             share = window.logit[self.index].sigmoid()[:, None, None].to(out.dtype)
-            out = out + share * (found - out)
-        if own is not None:
-            own.update(after, t, near=near)
+            out = out + share * (of_window - out)
+        if layer is not None:
+            layer.update(after, t, near=near)
         return out
 
     def _layer(self) -> Any:
-        """The layer of the cache; None without a cache. An empty layer for keys gives way to one for a state."""
+        """The cache's layer, or None without a cache. An empty layer for keys is replaced by one for a state."""
         if self.cache is None:
             return None
         from transformers.cache_utils import DynamicLayer  # pyright: ignore[reportMissingImports]
 
-        layers, known, index = self.cache.layers, state_class(), self.index
+        layers, state_layer, index = self.cache.layers, state_class(), self.index
         if self.cache.layer_class_to_replicate is DynamicLayer:
-            layers.extend(known() for _ in range(len(layers), index + 1))
+            layers.extend(state_layer() for _ in range(len(layers), index + 1))
         if index < len(layers) and type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
-            layers[index] = known()
-        if index >= len(layers) or not isinstance(layers[index], known):
+            layers[index] = state_layer()
+        if index >= len(layers) or not isinstance(layers[index], state_layer):
             got = type(layers[index]).__name__ if index < len(layers) else "fewer layers"
             raise ValueError(
                 "past_key_values: expected a DynamicCache without tokens, or what this model returned, for the states of "
@@ -113,12 +113,12 @@ class LinearLayer:
 
 
 def _all_are_seen(keys: Tensor) -> bool:
-    """Whether a mask hides nothing, where asking does not wait for a GPU."""
+    """Whether a mask hides nothing; on GPUs False without a look, which would wait for the device."""
     return keys.device.type == "cpu" and not torch.compiler.is_compiling() and bool(keys.all())
 
 
 def mask_of_keys(mask: Tensor, t: int) -> Tensor:
-    """The last t keys that any query sees ``[b t]``, by a mask ``[b 1 t s]``; an error for a mask that no sums have."""
+    """Mask ``[b t]`` of the last t keys from a mask ``[b 1 t s]``; an error unless that is causal with padding."""
     seen = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min)[:, 0, :, mask.shape[-1] - t :]
     keys = seen.any(-2)
     expected = keys[:, None] & torch.ones(t, t, dtype=torch.bool, device=mask.device).tril()

@@ -1,6 +1,6 @@
 """A causal language model of isopos as one of transformers: `IsoposConfig`, `IsoposForCausalLM` and `StateLayer`.
 
-The classes are made when they are first used, since their bases are transformers', which takes seconds to import.
+The classes are created at their first use, since they inherit from transformers, which takes seconds to import.
 """
 
 import functools
@@ -45,15 +45,15 @@ def __getattr__(name: str) -> Any:
 
 
 def from_decoder(decoder: Decoder) -> Any:
-    """An `IsoposForCausalLM` with the weights of a `Decoder`, whose scheme is a named one.
+    """An `IsoposForCausalLM` with the weights of a `Decoder` with a named scheme.
 
     Raises:
-        ValueError: Where no function of `isopos.schemes.REGISTRY` made the scheme, or none that a file can say.
+        ValueError: If no function of `isopos.schemes.REGISTRY` built the scheme, or if its options cannot be saved.
     """
     if isinstance(decoder.scheme, PerLayer):
         raise ValueError("scheme: expected one for all layers, which a configuration holds, got one per layer")
-    found = described(decoder.scheme)
-    if found["scheme"] is None:
+    entry = described(decoder.scheme)
+    if entry["scheme"] is None:
         raise ValueError("scheme: expected one that a function of isopos.schemes.REGISTRY makes again, got one of parts")
     block: Any = decoder.blocks[-1]
     head = decoder.head
@@ -66,10 +66,10 @@ def from_decoder(decoder: Decoder) -> Any:
         num_key_value_heads=None if layer.kv_heads == layer.heads else layer.kv_heads,
         intermediate_size=block.feed_forward[0].out_features,
         hidden_act=next(name for name, kind in ACTIVATIONS.items() if isinstance(activation, kind)),
-        scheme=found["scheme"],
-        scheme_options=found["options"],
-        scheme_extension=found["extension"],
-        fingerprint=found["fingerprint"],
+        scheme=entry["scheme"],
+        scheme_options=entry["options"],
+        scheme_extension=entry["extension"],
+        fingerprint=entry["fingerprint"],
         cutoffs=list(head.softmax.cutoffs[:-1]) if isinstance(head, AdaptiveHead) else [],
         dropout=block.dropout.p,
         attention_dropout=layer.dropout,
@@ -85,14 +85,14 @@ def from_decoder(decoder: Decoder) -> Any:
 class _CausalLM(PreTrainedModel):
     """`isopos.models.Decoder` with any scheme of positions on a line, linear attention or softmax.
 
-    ``generate`` and ``Trainer`` work on it unchanged. Its cache is a ``Cache`` of `StateLayer`: of constant size for linear
-    attention. Positions are counted from the first token that the attention mask has, unless they are given.
+    ``generate`` and ``Trainer`` take it unchanged. Its cache is a ``Cache`` of `StateLayer`, of constant size for linear
+    attention. By default positions count from the first token that the attention mask keeps.
 
     Args:
         config: An `IsoposConfig`.
 
     Raises:
-        ValueError: For a scheme of other positions, and for one with another fingerprint than the configuration has.
+        ValueError: For a scheme with other positions, and for a scheme with another fingerprint than the configuration's.
     """
 
     config: Any
@@ -115,25 +115,15 @@ class _CausalLM(PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def _init_weights(self, module: Any) -> None:
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=TOKEN_STD)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # but one of its own
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         scheme: Any = self.decoder.scheme  # which may have been extended meanwhile
-        found = described(scheme)
-        self.config.scheme_extension, self.config.fingerprint = found["extension"], found["fingerprint"]
+        entry = described(scheme)
+        self.config.scheme_extension, self.config.fingerprint = entry["extension"], entry["fingerprint"]
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: the code that a folder has is `CODE`, not a copy of this file."""
+        """Does nothing: the code that is saved in a folder is `CODE`, not a copy of this file."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.tokens
@@ -161,15 +151,15 @@ class _CausalLM(PreTrainedModel):
         """Logits ``[b t vocabulary]`` of the tokens after input_ids ``[b t]``, the loss of labels, and the cache.
 
         Args:
-            input_ids: Tokens, the next of the cache's streams where there is one.
-            attention_mask: ``[b s]`` of all tokens so far, 1 for a sample's own.
-            past_key_values: What a call before returned.
-            labels: ``[b t]``, -100 for none: each token's own, which are predicted from those before.
-            use_cache: Whether to return a cache; by default that of the configuration, in evaluation.
-            logits_to_keep: So many last tokens' logits, or those of these tokens; 0 for all.
-            return_dict: Whether the output has names; it has by default.
-            others: ``position_ids`` of these tokens ``[b t]``, which is no parameter, or ``generate`` would give the same
-                position to all padding; and those of the loss, such as ``num_items_in_batch``.
+            input_ids: Tokens; with a cache, the tokens after it.
+            attention_mask: ``[b s]`` over all tokens so far, 0 for padding.
+            past_key_values: Cache of an earlier call.
+            labels: ``[b t]``, the tokens themselves, which are shifted here; -100 for no label.
+            use_cache: Whether to return a cache; by default in evaluation mode if the configuration says so.
+            logits_to_keep: Number of last tokens with logits, or indices of tokens; 0 for all.
+            return_dict: Whether the output has names; the default is True.
+            others: ``position_ids`` of these tokens ``[b t]``, no named parameter since ``generate`` would then give the
+                same position to all padding; and arguments of the loss, such as ``num_items_in_batch``.
         """
         from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
@@ -195,37 +185,47 @@ class _CausalLM(PreTrainedModel):
 
         return Cache(layers=[state_class()() for _ in self.decoder.blocks])
 
-    def _features(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: Any) -> Tensor:
-        """What the head is given, ``[b t m]``; the cache is moved on."""
+    def _init_weights(self, module: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=TOKEN_STD)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # but one of its own
+
+    def _features(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Tensor:
+        """Inputs of the head ``[b t m]``; updates the cache."""
         count, past = ids.shape[1], 0 if cache is None else cache.get_seq_length()
         if mask is not None and (mask.ndim != 2 or mask.shape[1] != past + count):
             raise ValueError(f"attention_mask: expected [b {past + count}], of all tokens so far, got {list(mask.shape)}")
-        x = torch.arange(past, past + count, device=ids.device)[:, None] if places is None else places[..., None]
-        if places is None and mask is not None:
+        x = torch.arange(past, past + count, device=ids.device)[:, None] if position_ids is None else position_ids[..., None]
+        if position_ids is None and mask is not None:
             x = x - mask.bool().int().argmax(-1)[:, None, None]  # padding on the left is before position 0
             scheme = self.decoder.scheme
             x = x if scheme.embedding is scheme.max_length is None else x.clamp_min(0)
         decoder = self.decoder
-        if decoder.group is not None and places is None and mask is not None:
+        if decoder.group is not None and position_ids is None and mask is not None:
             raise ValueError(
                 "position_ids: expected those of the whole sequence with an attention_mask of a shard, got none"
             )
-        given = None if places is None and mask is None else x
+        positions = None if position_ids is None and mask is None else x
         mask = None if mask is None else mask[:, past:].bool()
         if cache is None:
             decoder.recompute = self.gradient_checkpointing and self.training
-            return decoder.features(ids, given, causal=True, mask=mask)
+            return decoder.features(ids, positions, causal=True, mask=mask)
         if not all(isinstance(layer, state_class()) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
         y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])
-        for block, own, layer in zip(decoder.blocks, at, cache.layers, strict=True):
-            y, state = block(y, own, causal=True, mask=mask, return_state=True)
+        for block, arguments, layer in zip(decoder.blocks, at, cache.layers, strict=True):
+            y, state = block(y, arguments, causal=True, mask=mask, return_state=True)
             layer.update(state, count)
         return decoder.norm(y)
 
 
 class _Coded:
-    """A configuration that is saved with `CODE` next to it."""
+    """A configuration that is saved together with `CODE`."""
 
     auto_map: dict[str, str]
 
@@ -240,11 +240,11 @@ class _Coded:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing, as of the model."""
+        """Does nothing, as for the model."""
 
 
 def _scheme(config: Any) -> Scheme:
-    """That of a configuration, whose fingerprint is noted in it."""
+    """Build the scheme of a configuration, and store the scheme's fingerprint there."""
     sizes = {"head_dim": config.hidden_size // config.num_attention_heads, "heads": config.num_attention_heads}
     with torch.device("cpu"):  # also where the rest is made without memory
         scheme = made(config.scheme, sizes | config.scheme_options, config.scheme_extension)
@@ -261,15 +261,15 @@ def _scheme(config: Any) -> Scheme:
 
 @functools.cache
 def _classes() -> dict[str, Any]:
-    """The classes, of which transformers knows from then on."""
+    """Create the classes and register them in transformers."""
     attention.check_version()
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
     class IsoposConfig(_Coded, PreTrainedConfig):
         """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
 
-        An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, noted when a model is
-        made. Other names are those of transformers and of `isopos.models.Decoder`.
+        An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, stored when a model is
+        built. Other names are those of transformers and of `isopos.models.Decoder`.
         """
 
         model_type = "isopos"
@@ -301,9 +301,9 @@ def _classes() -> dict[str, Any]:
         __doc__ = _CausalLM.__doc__
         config_class = IsoposConfig
 
-    found: dict[str, Any] = {cls.__name__: cls for cls in (IsoposConfig, IsoposForCausalLM)}
-    for name, cls in found.items():
+    classes: dict[str, Any] = {cls.__name__: cls for cls in (IsoposConfig, IsoposForCausalLM)}
+    for name, cls in classes.items():
         cls.__module__, cls.__qualname__ = __name__, name  # where pickle finds it
     AutoConfig.register("isopos", IsoposConfig)
     AutoModelForCausalLM.register(IsoposConfig, IsoposForCausalLM)
-    return found | {"StateLayer": state_class()}
+    return classes | {"StateLayer": state_class()}

@@ -18,30 +18,30 @@ EQUAL = 1e-5  # of cosines and sines at positions below 100, which are float32
 
 
 def rotary_scheme(model: Any) -> Any:
-    """The scheme of a model's rotary positions. `patch` with it changes nothing but rounding.
+    """The scheme of a model's rotary positions. `patch` with this scheme changes outputs by rounding only.
 
-    Frequencies, the share of a head that rotates and the scaling for long sequences are read from the configuration, and
-    compared with the tables that the rotary module makes.
+    Frequencies, the number of rotated features and the extension to long sequences are read from the configuration and
+    compared with the tables of the rotary module.
 
     Args:
-        model: A model of transformers with one rotary module, which is not patched.
+        model: A model of transformers with one rotary module that is not patched.
 
     Returns:
-        A scheme for softmax attention, or a dictionary of them by type of layers, where these have their own frequencies.
+        A scheme for softmax attention, or one scheme per type of layers if these have separate frequencies.
 
     Raises:
-        ValueError: For another model, and for frequencies that go by the length of a call (dynamic, longrope), or that no
-            scheme has.
+        ValueError: For another model, and for frequencies that depend on the length of a call (dynamic, longrope), or that
+            no scheme has.
 
     Examples:
         >>> from transformers import GPTNeoXConfig, GPTNeoXModel  # doctest: +SKIP
         >>> rotary_scheme(GPTNeoXModel(GPTNeoXConfig())).origin  # doctest: +SKIP
         ('rope', {'head_dim': 64, 'base': 10000, 'rotary_dim': 16, 'layout': 'half', 'attention': 'softmax'})
     """
-    found = rotary_module(model)
-    if found is None:
+    rotary = rotary_module(model)
+    if rotary is None:
         raise ValueError(f"model: expected one with a rotary module, got {type(model).__name__}, which has none")
-    owner, _, old = found
+    owner, _, old = rotary
     tables, config = measured(old), owner.config
     parameters = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     if tables.layer_types:
@@ -64,7 +64,7 @@ def _scheme(old: Any, tables: Tables, config: Any, parameters: Mapping[str, Any]
 
 
 def _candidates(tables: Tables, features: int, parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Names and options of schemes that may be a model's."""
+    """Names and options of schemes that could be a model's."""
     options = {"head_dim": features, "base": parameters["rope_theta"]}
     if tables.columns == 2:
         return [("rope-axial", options)]
@@ -78,19 +78,19 @@ def _candidates(tables: Tables, features: int, parameters: Mapping[str, Any]) ->
 
 @torch.no_grad()
 def _agree(old: Any, tables: Tables, scheme: Scheme, layer_type: str | None) -> bool:
-    """Whether a scheme makes the tables of a rotary module, which is made again on the CPU."""
+    """Whether a scheme has the tables of a rotary module, which is built again on the CPU."""
     if not tables.take(scheme):
         return False
     with torch.device("cpu"):
         probe, options = type(old)(old.config).eval(), {} if layer_type is None else {"layer_type": layer_type}
         if tables.patch is not None:
-            given = [torch.zeros(1, 3, *(3 * size for size in tables.patch))]
+            inputs = [torch.zeros(1, 3, *(3 * size for size in tables.patch))]
         else:
             shape = {1: (1, 2), 2: (1, 2), 3: (3, 1, 2)}[tables.columns]
-            given = [torch.zeros(1, 1, 1), torch.tensor([3, 14, 15, 92, 65, 35])[: torch.Size(shape).numel()].view(shape)]
-        expected, actual = (_flat(module(*given, **options)) for module in (probe, Angles(scheme, tables)))
+            inputs = [torch.zeros(1, 1, 1), torch.tensor([3, 14, 15, 92, 65, 35])[: torch.Size(shape).numel()].view(shape)]
+        expected, actual = (_flat(module(*inputs, **options)) for module in (probe, Angles(scheme, tables)))
     return expected.shape == actual.shape and bool((actual - expected).abs().max() <= EQUAL)
 
 
-def _flat(found: Any) -> Tensor:
-    return torch.view_as_real(found) if isinstance(found, Tensor) else torch.stack(found)
+def _flat(tables: Any) -> Tensor:
+    return torch.view_as_real(tables) if isinstance(tables, Tensor) else torch.stack(tables)

@@ -1,4 +1,4 @@
-"""A scheme in a model of transformers, in place of the positions that it has, and out of it again."""
+"""Replace the positions of a model of transformers by a scheme, and undo it."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -18,44 +18,46 @@ if TYPE_CHECKING:
 __all__ = ["load", "patch", "patched", "unpatch"]
 
 Model = TypeVar("Model", bound="PreTrainedModel")
-CHANGES = "_isopos_changes"  # the attribute of a patched model, without its head, that knows what was there before
+CHANGES = "_isopos_changes"  # attribute of a patched model, without its head, that holds the former values
 
 
 def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, window: int | None = None) -> Model:
-    """Give a model of transformers the scheme in place of the positions it has, and return the model, changed in place.
+    """Replace the positions of a model of transformers by a scheme, in place, and return the model.
 
-    A scheme that rotates pairs of features, all heads alike, gives cosines and sines to the model's own code: keys are
-    cached rotated, and sdpa, flash, flex and compilers serve as before. Which features are pairs is the model's choice,
-    whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is what a checkpoint of Llama had, and
-    `rotary_scheme` reads it from any model. Every other scheme goes through an attention of ours. Any cache that does not
-    round gives it keys as they are, with their positions behind them (4 numbers for each key, head and coordinate); it maps
-    all keys at each step. A forward evaluates either once, for all layers. Layers without positions stay without.
+    A scheme that rotates pairs of features, the same in all heads, supplies cosines and sines to the model's code. Keys are
+    cached rotated, and sdpa, flash, flex and compilers work as before. The model's code decides which features form a pair,
+    whatever the scheme's layout: ``isopos.rope(d, base=theta, attention="softmax")`` is the scheme of a Llama checkpoint,
+    and `rotary_scheme` reads the scheme of any model. Every other scheme uses our attention. Its keys are cached unmapped,
+    with their positions as additional features (4 numbers for each key, head and coordinate), in any cache that does not
+    round; all keys are mapped at each step. A forward pass evaluates a scheme once for all layers. Layers without positions
+    stay without them.
 
     Learned vectors of positions (GPT-2, BERT, ViT) become zeros, or the vectors that the scheme adds. ViT's patches are on a
-    grid from (1, 1) on, for any size of image, or row by row on a line, and its class token is at the origin. RoFormer and
-    Falcon, whose code has no other attention, and attention over patches take what rotates pairs. Falcon takes a decay, too.
+    grid that starts at (1, 1), for any size of image, or row by row on a line; its class token is at the origin. RoFormer,
+    Falcon and attention over patches take only schemes that rotate pairs; Falcon also takes a decay.
 
-    A scheme of linear attention goes into a causal decoder, rotary or with learned vectors, whose layers see all keys before
-    a query. Its cache is of constant size: a state per layer (`StateLayer`), in a DynamicCache. Weights that were trained
-    with softmax attention need training then: `isopos convert`. It forms no weights that the model's dropout could drop.
+    A scheme of linear attention needs a causal decoder, rotary or with learned vectors, whose layers see all earlier keys.
+    Its cache has constant size: a state per layer (`StateLayer`) in a DynamicCache. Weights that were trained with softmax
+    attention then need more training: `isopos convert`. Dropout of attention weights does not apply.
 
-    The scheme becomes a part of the model: what it learns is among ``model.parameters()``. The model has a configuration of
-    its own while it is in, ``model.config.isopos`` naming it, its options, a seed among them, and its fingerprint.
-    ``save_pretrained`` keeps all that, `load` and ``patch(AutoModel....from_pretrained(folder))`` read it. Without isopos,
-    transformers stops at an unknown attention of that name.
+    The scheme becomes a part of the model: ``model.parameters()`` has its parameters. While patched, the model has a copy of
+    its configuration, in which ``model.config.isopos`` holds the scheme's name, options, seed and fingerprint.
+    ``save_pretrained`` saves them; `load` and ``patch(AutoModel....from_pretrained(folder))`` read them. Without isopos,
+    transformers refuses such a folder, since it does not know the name of the attention.
 
     Args:
-        model: A model with a rotary module or a table of positions, with any head. A model of text and images has its text
-            patched; its part for images can be patched by itself.
-        scheme: For the model's head size, and for one head, its heads of keys, or those of queries.
-            A mapping gives one scheme for each type of layers that has frequencies of its own. None is the scheme of the
-            configuration of a model that was loaded, whose learned values are loaded, too.
-        window: Beside linear attention, softmax attention to so many nearest keys, in a learned share per layer and head of
-            queries, one half at first (`isopos.integrations.transformers.linear.Window`). Its keys are in the cache, too.
+        model: A model with a rotary module or a table of positions, with any head. In a model of text and images the text
+            part is patched; the image part can be patched separately.
+        scheme: A scheme for the model's head size, with one head, its number of key heads, or its number of query heads.
+            A mapping has one scheme for each type of layers with separate frequencies. None takes the scheme from the
+            configuration of a loaded model and loads its learned values.
+        window: Number of nearest keys that softmax attention sees in addition to linear attention, in a learned share per
+            layer and query head, initially one half (`isopos.integrations.transformers.linear.Window`). The cache then
+            also holds these keys.
 
     Raises:
         ImportError: For transformers before version 5.
-        TypeError: For what is no model of transformers, or no scheme.
+        TypeError: For an object that is not a model of transformers, or not a scheme.
         ValueError: With the reason, for a model that cannot be served or has a scheme already, and for a scheme that it
             cannot take: one of positions that the model does not have, that widens heads, or lifts them for softmax, that
             adds to embeddings where the model adds none, that the model's attention cannot compute, or that has another
@@ -84,12 +86,12 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, 
 
 
 def load(folder: Any, cls: Any = None, **options: Any) -> Any:
-    """The patched model that ``save_pretrained(folder)`` wrote, with its scheme and what that had learned.
+    """Load a patched model from ``save_pretrained(folder)``, with its scheme and the scheme's learned values.
 
     Args:
-        folder: A path.
-        cls: The model's class, or one of transformers' Auto classes; by default that which was saved.
-        options: Of its ``from_pretrained``.
+        folder: Path of the folder.
+        cls: The model's class, or one of transformers' Auto classes; by default the class that was saved.
+        options: Further arguments of ``from_pretrained``.
     """
     import transformers
 
@@ -97,19 +99,19 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     if not isinstance(getattr(config, saving.ENTRY, None), dict):
         raise ValueError(f"folder: expected a patched model, whose configuration names its scheme, got {config.model_type}")
-    known = getattr(cls, "_model_mapping", None)  # of an Auto class
-    cls = known[type(config)] if known is not None else cls or saving.class_named(config.architectures[0], config)
-    ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), saving.VALUES]  # the scheme has them, whom no class knows
+    mapping = getattr(cls, "_model_mapping", None)  # of an Auto class
+    cls = mapping[type(config)] if mapping is not None else cls or saving.class_named(config.architectures[0], config)
+    ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), saving.VALUES]  # the scheme's values, which no class lists
     silent = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": cls.__module__})
-    found: Any = silent.from_pretrained(folder, **{"attn_implementation": None} | options)  # ours is in no class's own list
-    model = found[0] if isinstance(found, tuple) else found
+    loaded: Any = silent.from_pretrained(folder, **{"attn_implementation": None} | options)  # no class lists our attention
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = cls
     patch(model)
-    return found
+    return loaded
 
 
 def unpatch(model: Model) -> Model:
-    """Give a model back what `patch` replaced, and return it; a model without a scheme stays as it is."""
+    """Undo `patch` and return the model; a model without a scheme is not changed."""
     _undo(vars(model.base_model).pop(CHANGES, []))
     return model
 
@@ -118,7 +120,7 @@ def unpatch(model: Model) -> Model:
 def patched(
     model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, window: int | None = None
 ) -> Iterator[Model]:
-    """``with patched(model, scheme):`` patches the model, and unpatches it however the block ends."""
+    """Context manager that patches a model and unpatches it at the end of the block, also after an exception."""
     patch(model, scheme, window=window)
     try:
         yield model
@@ -132,7 +134,7 @@ def _undo(done: list[Change | Hook]) -> None:
 
 
 def _changes(model: Any, scheme: Any, entry: Any, window: int | None) -> list[Change | Hook]:
-    """What is to be changed, after all checks."""
+    """All changes that a patch makes, after all checks."""
     if scheme is None:
         scheme = saving.rebuilt(entry)
     for one in scheme.values() if isinstance(scheme, Mapping) else [scheme]:
@@ -144,7 +146,7 @@ def _changes(model: Any, scheme: Any, entry: Any, window: int | None) -> list[Ch
             raise ValueError(f"window: expected that of the checkpoint, {entry.get('window')}, got {window}")
         window = entry.get("window")
     having = [(module, vars(module)["config"]) for module in model.modules() if "config" in vars(module)]
-    memo: dict[int, Any] = {}  # what configurations share, their copies share
+    memo: dict[int, Any] = {}  # parts shared by configurations stay shared in their copies
     configs = {id(config): copy.deepcopy(config, memo) for _, config in having}
     for config in configs.values():
         if getattr(config, "_attn_implementation", None) == attention.ATTENTION:  # as it was saved
@@ -154,12 +156,12 @@ def _changes(model: Any, scheme: Any, entry: Any, window: int | None) -> list[Ch
     for change in changes:
         if isinstance(change, Change) and isinstance(change.value, nn.Module):
             change.value.train(model.training).to(model.device)
-    own = [Change(module, "config", configs[id(config)]) for module, config in having]
-    return [*own, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme, window))]
+    configurations = [Change(module, "config", configs[id(config)]) for module, config in having]
+    return [*configurations, *changes, Change(model, "save_pretrained", partial(saving.save, model, scheme, window))]
 
 
 def _check_model(model: Any) -> None:
-    """An error for what is no model of transformers 5, or has a scheme."""
+    """Raise an error for an object that is not a model of transformers 5, or has a scheme."""
     attention.register()
     from transformers import PreTrainedModel
 

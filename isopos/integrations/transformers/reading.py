@@ -1,4 +1,4 @@
-"""What is read of a model of transformers: where it has positions, its sizes, and its layers of attention."""
+"""Facts read from a model of transformers: its modules of positions, its sizes, and its attention layers."""
 
 import inspect
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ TABLES = ("wpe", "position_embeddings", "position_embedding")
 
 
 def text_part(model: Any) -> Any:
-    """A model without its head, and without parts for images."""
+    """The part of a model that reads text, without its head."""
     return getattr(model.base_model, "language_model", model.base_model)
 
 
 def rotary_module(model: Any) -> tuple[Any, str, Any] | None:
-    """The parent of a model's rotary module, its name there, and the module; None where it has none.
+    """The rotary module of a model, with its parent and its name there; None for a model without one.
 
     Raises:
-        ValueError: For a model with several.
+        ValueError: For a model with several rotary modules.
     """
-    found = [*rotary_modules(text_part(model))] or [*rotary_modules(model)]  # the base of DINOv3's model has none
-    if len(found) > 1:
-        names = ", ".join(f"{type(owner).__name__}.{name}" for owner, name, _ in found)
+    modules = [*rotary_modules(text_part(model))] or [*rotary_modules(model)]  # the base of DINOv3's model has none
+    if len(modules) > 1:
+        names = ", ".join(f"{type(owner).__name__}.{name}" for owner, name, _ in modules)
         raise ValueError(f"model: expected one rotary module for all layers, got {names}; patch the part that has one")
-    return found[0] if found else None
+    return modules[0] if modules else None
 
 
 def added_tables(part: nn.Module) -> Iterator[tuple[Any, str, Any]]:
@@ -56,16 +56,16 @@ def heads_of(config: Any) -> tuple[int, int]:
 
 
 def attention_layers(owner: nn.Module) -> list[Any]:
-    """The layers of attention that ours can serve.
+    """Attention layers that can use our attention.
 
     Raises:
-        ValueError: With the reason, where there are none, or where a model does not pass on the arguments that ours needs.
+        ValueError: If there are none, or if the model does not pass on the arguments that our attention needs.
     """
     expected = "scheme: expected one that rotates pairs of features, all heads alike, since "
-    found = [(name, a) for name, a in owner.named_modules() if _calls(a, "ALL_ATTENTION_FUNCTIONS")]
-    if not found:
+    layers = [(name, a) for name, a in owner.named_modules() if _calls(a, "ALL_ATTENTION_FUNCTIONS")]
+    if not layers:
         raise ValueError(f"{expected}the attention of {type(owner).__name__} is its own code, not transformers' interface")
-    for name, layer in found:
+    for name, layer in layers:
         parts = name.split(".")
         path = [owner.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
         for module in path:
@@ -75,11 +75,11 @@ def attention_layers(owner: nn.Module) -> list[Any]:
         for option, reason in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has sinks")):
             if getattr(layer, option, None) is not None:
                 raise ValueError(f"{expected}{type(layer).__name__} {reason} ({option}), which our attention does not")
-    return [layer for _, layer in found]
+    return [layer for _, layer in layers]
 
 
 def biased_layers(owner: nn.Module) -> list[Any]:
-    """The layers of attention of a model's own code that add their mask to logits, and know ALiBi."""
+    """Attention layers with code that adds the mask to logits and supports ALiBi."""
     return [a for a in owner.modules() if _calls(a, "scaled_dot_product_attention", "softmax") and takes(a, "alibi")]
 
 
@@ -95,20 +95,20 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 def cache_name(layer: nn.Module) -> str | None:
-    """The argument of a layer of attention that is its cache."""
+    """Name of the cache argument of an attention layer."""
     return next((name for name in ("past_key_values", "layer_past") if takes(layer, name)), None)
 
 
 class _Touched(Exception):
-    """A layer of attention used the tables of positions."""
+    """Signal that an attention layer used the tables of positions."""
 
 
 class _Passed(Exception):
-    """A layer of attention added its keys to a cache."""
+    """Signal that an attention layer added its keys to a cache."""
 
 
 class _Wire:
-    """Tables of positions that raise where they are used."""
+    """Tables of positions that raise `_Touched` when they are used."""
 
     def __getattr__(self, name: str) -> Any:
         raise _Touched
@@ -119,7 +119,7 @@ class _Wire:
 
 
 class _End:
-    """A cache at which a layer stops."""
+    """A cache that raises `_Passed` when keys are added."""
 
     def get_seq_length(self, *args: Any) -> int:
         return 0
@@ -130,9 +130,9 @@ class _End:
 
 @torch.no_grad()
 def rotates(layer: Any, config: Any) -> bool:
-    """Whether a layer of attention uses the tables that it is given, by a call on one token that ends at its cache.
+    """Whether an attention layer uses its tables of positions, measured by a call on one token that ends at its cache.
 
-    A layer without a cache is taken to use them.
+    A layer without a cache counts as using them.
     """
     cache = cache_name(layer)
     if cache is None:

@@ -1,4 +1,4 @@
-"""Rotary modules of transformers: what is measured on one, what takes its place, and the scheme that it amounts to."""
+"""Rotary modules of transformers: their measured properties, and modules that replace them."""
 
 import inspect
 import math
@@ -30,15 +30,15 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @dataclass(frozen=True)
 class Tables:
-    """What `measured` finds out about a rotary module.
+    """Measured properties of a rotary module.
 
     Args:
-        form: Name of what it returns, in `FORMS`.
+        form: Name of the form of its output, in `FORMS`.
         pairs: Number f of feature pairs that have an angle.
         columns: Coordinates of a position: 1, 2 for the patches of images, or 3 for time, height and width.
         casts: Whether tables have the dtype of the features. Otherwise they are float32.
-        layer_types: Types of layers that have frequencies of their own. Empty where all layers share them.
-        flexible: Whether the model's code rotates as many features as a table has, and passes the rest.
+        layer_types: Types of layers with separate frequencies. Empty if all layers share them.
+        flexible: Whether the model's code rotates as many features as a table has and leaves the rest unchanged.
         halves: Whether that code rotates the pairs (i, i + n / 2) of n features.
         patch: Height and width of a patch, for a module that is called with images.
     """
@@ -53,9 +53,9 @@ class Tables:
     patch: tuple[int, int] | None
 
     def positions(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Positions ``[*b t c]`` of what the module is called with.
+        """Positions ``[*b t c]`` of a call's tokens or patches.
 
-        Patches of images are at 2 pi times their centres, which go from -1 to 1 along each side: float64.
+        A patch is at 2 pi times its centre, which runs from -1 to 1 on each axis of the image: float64.
         """
         if position_ids is None:
             assert self.patch is not None
@@ -67,23 +67,23 @@ class Tables:
         return position_ids if self.columns == 2 else position_ids.expand(3, -1, -1).movedim(0, -1)
 
     def take(self, scheme: Scheme) -> bool:
-        """Whether the model's code can rotate by the angles of a scheme."""
+        """Whether the model's code can apply the rotations of a scheme."""
         parts = rotations(scheme.encoding) if is_rotation(scheme) else None
         turning = [part.features // 2 for part in parts or () if isinstance(part, Rotary)]
         return parts is not None and (self.flexible or max(turning, default=0) <= self.pairs)
 
     def made(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Any:
-        """What the module returns for features of a dtype, of cosines and sines ``[*b t f]``."""
+        """Cosines and sines ``[*b t f]`` in the module's form, for features of a dtype."""
         dtype = dtype if self.casts else torch.float32
         return FORMS[self.form](cos.to(dtype), sin.to(dtype))
 
 
 class Angles(nn.Module):
-    """A rotary module that takes its angles from a scheme.
+    """A rotary module with the angles of a scheme.
 
     Args:
-        scheme: A scheme that the tables take, or a ModuleDict with one scheme per layer type.
-        tables: Of the module that it replaces.
+        scheme: A scheme that `Tables.take` accepts, or a ModuleDict with one scheme per layer type.
+        tables: Properties of the replaced module.
     """
 
     def __init__(self, scheme: nn.Module, tables: Tables):
@@ -98,14 +98,14 @@ class Angles(nn.Module):
 
 
 class Unrotated(nn.Module):
-    """A rotary module that leaves all features as they are, where an attention of ours applies the scheme."""
+    """A rotary module that rotates nothing, for models whose attention is ours and applies the scheme."""
 
     def __init__(self, scheme: nn.Module, tables: Tables):
         super().__init__()
         self.scheme, self.tables = scheme, tables
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Tables of angle 0."""
+        """Tables of angle 0 for all positions."""
         shape = (*self.tables.positions(x, position_ids).shape[:-1], self.tables.pairs)
         return self.tables.made(torch.ones(shape, device=x.device), torch.zeros(shape, device=x.device), x.dtype)
 
@@ -116,9 +116,9 @@ def of_type(scheme: nn.Module, layer_type: str | None) -> Any:
 
 
 def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
-    """Rotations, and numbers of features that pass, side by side. None for an encoding of something else.
+    """Slices of a head in order: rotations, and numbers of unrotated features. None for other encodings.
 
-    It leaves out which features make a pair, since the weights of a model are for the pairs that its code rotates.
+    The layout of pairs is left out: a model's code decides which features form a pair.
     """
     if isinstance(encoding, Identity):
         return (encoding.features,)
@@ -133,7 +133,7 @@ def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
 
 
 def is_rotation(scheme: Scheme, *, with_decay: bool = False) -> bool:
-    """Whether cosines and sines, the same for all heads, express all that a scheme does in attention, or all but a decay."""
+    """Whether cosines and sines shared by all heads express a scheme, except for a decay."""
     plain = scheme.bias is scheme.locality is scheme.scale is None and not scheme.phases
     plain = plain and (with_decay or scheme.decay is None)
     parts = rotations(scheme.encoding)
@@ -143,32 +143,32 @@ def is_rotation(scheme: Scheme, *, with_decay: bool = False) -> bool:
 
 def tables(scheme: Scheme, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Cosines and sines ``[*b t f 2]`` of each of the `rotations` at positions x ``[*b t c]``, times attention factors."""
-    dtype, found = torch.promote_types(dtype, torch.float32), []
+    dtype, by_part = torch.promote_types(dtype, torch.float32), []
     if scheme.sharpness != 1 and any(isinstance(part, int) for part in rotations(scheme.encoding) or ()):
         raise ValueError("scheme: expected it as it was patched in, got one of whole_logits since; unpatch, and patch again")
     factor = scheme.rotary_factor * scheme.sharpness**0.5  # one of the two is 1
     for part in rotations(scheme.encoding) or ():
         if isinstance(part, Rotary):
-            found.append(factor * part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
+            by_part.append(factor * part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
         else:
             still = torch.tensor((1, 0), dtype=dtype, device=x.device)
-            found.append(still.expand(*x.shape[:-1], part // 2, 2))
-    return found
+            by_part.append(still.expand(*x.shape[:-1], part // 2, 2))
+    return by_part
 
 
 def rotary_modules(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     """Modules with inverse frequencies: the parent of each, its name there, and the module."""
     for name, module in model.named_modules():
         if any(FREQUENCIES.match(buffer) for buffer, _ in module.named_buffers(recurse=False)):
-            parent, _, own = name.rpartition(".")
-            yield model.get_submodule(parent), own, module
+            parent, _, attribute = name.rpartition(".")
+            yield model.get_submodule(parent), attribute, module
 
 
 @torch.no_grad()
 def measured(old: Any) -> Tables:
-    """What a rotary module does, measured on a new module of its class and configuration on the CPU.
+    """Properties of a rotary module, measured on a new module of its class and configuration on the CPU.
 
-    The module itself may be on the meta device, or have a cache of another length.
+    The module itself may be on the meta device or have cached tables of another length.
     """
     takes, config = inspect.signature(old.forward).parameters, old.config
     with torch.device("cpu"):
@@ -191,11 +191,11 @@ def measured(old: Any) -> Tables:
     return Tables(form, pairs, columns, casts, types, flexible, halves, patch)
 
 
-def _form(found: Any) -> tuple[str, int]:
-    """The name of a table's form, and its number of pairs."""
-    if isinstance(found, Tensor):
-        return "complex", found.shape[-1]
-    both = torch.stack(found)
+def _form(tables: Any) -> tuple[str, int]:
+    """Name of the form of tables in `FORMS`, and their number of pairs."""
+    if isinstance(tables, Tensor):
+        return "complex", tables.shape[-1]
+    both = torch.stack(tables)
     count = both.shape[-1] // 2
     if both[..., :count].equal(both[..., count:]):
         return "halves", count
@@ -203,7 +203,7 @@ def _form(found: Any) -> tuple[str, int]:
 
 
 def _rotated(old: Any) -> tuple[bool, bool]:
-    """Whether the model's function of rotation passes features without cosines, and whether it pairs halves."""
+    """Whether the model's rotation leaves features without cosines unchanged, and whether it pairs (i, i + n / 2)."""
     function = getattr(sys.modules[type(old).__module__], "apply_rotary_pos_emb", None)
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
@@ -219,8 +219,8 @@ def _rotated(old: Any) -> tuple[bool, bool]:
     return short is not None and short.shape == x.shape, halves
 
 
-def _first(found: Any) -> Tensor:
-    return found if isinstance(found, Tensor) else found[0]
+def _first(tables: Any) -> Tensor:
+    return tables if isinstance(tables, Tensor) else tables[0]
 
 
 def _pair(size: Any) -> tuple[int, int]:

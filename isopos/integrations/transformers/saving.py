@@ -1,4 +1,4 @@
-"""What a configuration of transformers says of a scheme, and what a folder holds of it."""
+"""Schemes in configurations and saved folders of transformers."""
 
 import importlib
 import json
@@ -24,34 +24,34 @@ Schemes = Scheme | Mapping[str, Scheme]
 
 
 def described(scheme: Any, window: int | None = None) -> dict[str, Any]:
-    """A scheme as a configuration has it, or such an entry for each type of layers.
+    """The entry of a scheme in a configuration, or one entry for each type of layers.
 
-    An entry has the name, options (a seed among them), extension and fingerprint, and a window where there is one. The name
-    is None where no function of `REGISTRY` makes the scheme.
+    An entry has the name, options with the seed, extension, fingerprint and, if any, the window. The name is None if no
+    function of `REGISTRY` builds the scheme.
     """
     if window is not None:
         return described(scheme) | {"window": window}
     if isinstance(scheme, Mapping):
         return {name: described(one) for name, one in scheme.items()}
     rule = scheme.extension
-    found: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.arguments}
-    found["fingerprint"] = scheme.fingerprint
+    entry: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.arguments}
+    entry["fingerprint"] = scheme.fingerprint
     if scheme.origin is None:
-        return found
+        return entry
     name, options = scheme.origin
     try:
         options = json.loads(json.dumps(options))
     except TypeError:
-        return found  # a decay of one's own, say
+        return entry  # such as a custom decay
     module = REGISTRY[name].__module__
-    return found | {"scheme": name if module.startswith("isopos.") else f"{module}.{name}", "options": options}
+    return entry | {"scheme": name if module.startswith("isopos.") else f"{module}.{name}", "options": options}
 
 
 def rebuilt(entry: Any) -> Any:
-    """The scheme that a configuration describes, or a scheme for each type of layers.
+    """Build the scheme of a configuration's entry, or one scheme for each type of layers.
 
     Raises:
-        ValueError: Where there is none, or where it is no longer the same.
+        ValueError: Without an entry, or if the scheme has another fingerprint than the entry.
     """
     if entry is None:
         raise ValueError("scheme: expected one, since the model's configuration names none, got none; patch(model, scheme)")
@@ -68,13 +68,13 @@ def rebuilt(entry: Any) -> Any:
 
 
 def made(name: str, options: Mapping[str, Any], extended: Mapping[str, Any] | None) -> Scheme:
-    """A named scheme, extended by what `Extension.arguments` has."""
+    """Build a named scheme and extend it by the arguments from `Extension.arguments`."""
     scheme = REGISTRY[resolve(name)](**options)
     return scheme if extended is None else scheme.extend(**extended)
 
 
 def class_named(name: str, config: Any) -> Any:
-    """A class of transformers, which exports some of its models in their own modules alone."""
+    """A class of transformers by name; some are exported only by their model's module."""
     import transformers
 
     home = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
@@ -82,13 +82,13 @@ def class_named(name: str, config: Any) -> Any:
 
 
 def save(model: Any, scheme: Schemes, window: int | None, *arguments: Any, **options: Any) -> Any:
-    """The ``save_pretrained`` of a patched model: of its scheme as it is now, which may have been extended meanwhile."""
+    """``save_pretrained`` of a patched model, with its scheme as it is now, extensions included."""
     setattr(model.config, ENTRY, described(scheme, window))
     return type(model).save_pretrained(model, *arguments, **options)
 
 
 def expect_same(scheme: Schemes, entry: Any) -> None:
-    """ValueError where a scheme is another than the configuration's."""
+    """Raise ValueError if a scheme differs from the configuration's entry."""
     several = isinstance(scheme, Mapping)
     if several == ("fingerprint" in entry) or (several and {*scheme} != {*entry}):
         names = "one for all layers" if "fingerprint" in entry else f"one for each of {', '.join(entry)}"
@@ -108,17 +108,17 @@ def expect_same(scheme: Schemes, entry: Any) -> None:
 def tell(config: Any, scheme: Schemes, window: int | None = None) -> None:
     """Write a scheme into a configuration.
 
-    Saved ones also ask for our attention: transformers refuses a name that it does not know, so that nobody without isopos
-    runs the model with other positions unaware, unless they ask for another attention.
+    A saved configuration also names our attention. Without isopos, transformers refuses this unknown name, so the model
+    does not silently run with other positions.
     """
     setattr(config, ENTRY, described(scheme, window))
     config.attn_implementation = ATTENTION
 
 
 def load_values(model: Any, names: Sequence[str]) -> None:
-    """Fill what a scheme has learned, by name of the model's state, from the folder that the model was loaded from.
+    """Load a scheme's parameters, by their name in the model's state dict, from the folder of the loaded model.
 
-    Files may have other names for the parts of a model around the scheme.
+    In files, the parts of the name before the scheme may differ.
     """
     if not names:
         return
@@ -139,6 +139,6 @@ def load_values(model: Any, names: Sequence[str]) -> None:
 
 
 def _of_scheme(name: str) -> str:
-    """A name of a model's state from its scheme on; empty for one of something else."""
-    found = re.search(VALUES, name)
-    return "" if found is None else name[found.start() :].removeprefix(".")
+    """Part of a name in a model's state dict from the scheme on; empty for other names."""
+    match = re.search(VALUES, name)
+    return "" if match is None else name[match.start() :].removeprefix(".")

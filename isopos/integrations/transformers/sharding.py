@@ -1,4 +1,4 @@
-"""Models of transformers over the processes of a group, each of which has some tokens of every sequence."""
+"""Models of transformers over a group of processes; each process has a shard of every sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ KINDS = ("full_attention", "sliding_attention")
 
 @contextmanager
 def over(model: Any, group: Any) -> Iterator[Any]:
-    """``with over(model, group):`` the tokens of a forward pass are one shard of a sequence over the processes of a group.
+    """Context manager in which a model's forward pass takes one shard of a sequence over a group of processes.
 
-    The model's attention then runs over the group, in place of its own (sdpa, flash, ...), with its own scale, window and
-    groups of heads: of a model as it was loaded, of a patched one (`patch`), with any scheme, and of `IsoposForCausalLM`.
-    Positions count over the sequence. Tokens and the padding mask ``[b t]`` are those that `isopos.parallel.cut` gives a
-    process. Labels are those of `cut_labels`, as ``shift_labels``, since the label of a shard's last token is in another
-    shard. Gradients averaged over processes, as DDP and FSDP do, are those of the mean of their losses.
+    Attention over the group replaces the model's attention (sdpa, flash, ...) and keeps its scale, window and groups of
+    heads. It serves models as loaded, patched models with any scheme (`patch`), and `IsoposForCausalLM`. Positions count
+    over the sequence. Pass the tokens and the padding mask ``[b t]`` that `isopos.parallel.cut` returns. Pass labels from
+    `cut_labels` as ``shift_labels``, since the label of a shard's last token is in another shard. DDP and FSDP average
+    gradients over processes and so compute the gradient of the mean loss.
 
     Args:
         model: A `PreTrainedModel` with one stack of layers.
         group: A `ProcessGroup`, a `DeviceMesh` of one dimension, or an `isopos.parallel.Ring`.
 
     Raises:
-        ValueError: With the reason, for a model that mixes tokens otherwise; in a forward pass, for caches, other positions,
-            and labels that are not shifted.
+        ValueError: With the reason, for a model that also mixes tokens outside attention; in a forward pass, for caches,
+            other positions, and labels that are not shifted.
     """
     decoder: Any = getattr(model, "decoder", None)
     if hasattr(decoder, "over"):  # IsoposForCausalLM
@@ -62,9 +62,9 @@ def over(model: Any, group: Any) -> Iterator[Any]:
 
 
 def cut_labels(labels: Tensor, group: Any) -> Tensor:
-    """The shard of labels ``[b t]`` of a whole sequence, shifted: of each own token, the next one, -100 for the last.
+    """This process's shard of shifted labels ``[b t]``: the next token of each token, -100 for the sequence's last.
 
-    Given to a causal model as ``model(tokens, labels=own, shift_labels=own)``.
+    Pass them to a causal model as ``model(tokens, labels=labels, shift_labels=labels)``.
     """
     return cut(F.pad(labels[:, 1:], (0, 1), value=-100), group).contiguous()
 
@@ -75,7 +75,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _check(model: Any, part: Any) -> None:
-    """ValueError for a model that cannot be served."""
+    """Raise ValueError for a model that cannot run over a group."""
     what, types = "", set(getattr(part.config, "layer_types", None) or KINDS)
     if getattr(model.config, "is_encoder_decoder", False):
         what = "one stack of layers, got an encoder and a decoder, whose tokens are of two sequences"
@@ -97,31 +97,31 @@ def _check(model: Any, part: Any) -> None:
 
 
 def _with_group(group: Any, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a stack of layers, with the positions of this process's tokens, and the group for attention."""
+    """Add the positions of this process's tokens, and the group, to the arguments of a stack of layers."""
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError(
             "past_key_values: expected none over a group, whose processes keep no cache, got one; use_cache=False"
         )
-    known = shards(group, tokens.shape[1], tokens.device)
-    if known is None:
+    over = shards(group, tokens.shape[1], tokens.device)
+    if over is None:
         return args, kwargs
-    index, given = known.index[None], kwargs.get("position_ids")
-    if given is not None and not bool((given == index).all()):
+    index, position_ids = over.index[None], kwargs.get("position_ids")
+    if position_ids is not None and not bool((position_ids == index).all()):
         raise ValueError("position_ids: expected none over a group, which count over the sequence, got others")
     mask = kwargs.get("attention_mask")
     if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens.shape[1]):
         raise ValueError(
             f"attention_mask: expected [b {tokens.shape[1]}], of the tokens of this process, got {[*mask.shape]}"
         )
-    ring = Ring(known.group, known.zigzag) if known.ring else known.group
+    ring = Ring(over.group, over.zigzag) if over.ring else over.group
     return args, {**kwargs, "position_ids": index, "use_cache": False, attention.GROUP: ring}
 
 
 def _check_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise ValueError(
-            "labels: expected shift_labels beside them over a group, since the label of the last token is in another shard, "
+            "labels: expected shift_labels with them over a group, since the label of the last token is in another shard, "
             "got none; isopos.integrations.transformers.cut_labels(labels, group) makes both"
         )

@@ -1,7 +1,6 @@
 """States of linear attention as layers of a cache of transformers.
 
-The class that transformers knows is made when it is first used, since its base is transformers', which takes seconds to
-import.
+The class is created at its first use, since it inherits from transformers, which takes seconds to import.
 """
 
 import functools
@@ -29,9 +28,9 @@ def __getattr__(name: str) -> Any:
 
 
 class _StateLayer(CacheLayerMixin):
-    """The cache of one layer: how many tokens it has seen, their `isopos.State`, and the state of a window.
+    """Cache of one layer: its number of tokens, their `isopos.State`, and the state of a window.
 
-    Sums of linear attention cannot forget single tokens, so nothing can be cropped.
+    Sums of linear attention cannot forget single tokens, so this cache cannot be cropped.
     """
 
     is_sliding = False
@@ -41,7 +40,7 @@ class _StateLayer(CacheLayerMixin):
         self.reset()
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
-        """Take the state after so many more tokens: ``layer.update(state, count)``; and `near`, the state of a window."""
+        """Store the state after `count` more tokens: ``layer.update(state, count)``; `near` is the state of a window."""
         if not isinstance(key_states, State):
             raise TypeError(f"state: expected a State, got {type(key_states).__name__}; the model's own layers make it")
         self.state, self.length, self.is_initialized = key_states, self.length + value_states, True
@@ -49,7 +48,7 @@ class _StateLayer(CacheLayerMixin):
         return self.state, self.length
 
     def reset(self) -> None:
-        """A stream without tokens."""
+        """Forget all tokens."""
         self.state, self.near, self.length, self.is_initialized = State(), State(), 0, False
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
@@ -68,17 +67,17 @@ class _StateLayer(CacheLayerMixin):
         self.state, self.near = self.state.reorder(beam_idx), self.near.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these samples, by number."""
+        """Keep the samples with these indices."""
         self.reorder_cache(torch.as_tensor(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sample so many times."""
+        """Repeat each sample."""
         first = self.state["keys"] if self.state["sum0"] is None else self.state["sum0"]
         if first is not None:
             self.reorder_cache(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """A ValueError but for no tokens."""
+        """Raise ValueError, unless there are no tokens."""
         if tokens_to_remove:
             raise ValueError(
                 f"crop: expected no tokens to forget, since a state holds sums of all, got {tokens_to_remove}; keep the "

@@ -1,15 +1,15 @@
-"""The structures by which models have positions, and what a scheme changes in a model of each.
+"""The ways in which models use positions, and the changes that a scheme makes in each.
 
-1. Rotary: one module makes cosines and sines for all layers. A scheme of rotations takes its place. Any other scheme goes
-   through our attention, and the module leaves features as they are.
-2. Added: a table of vectors is added to embeddings of tokens. The scheme's own vectors, or zeros, take its place, and its
-   attention is ours.
+1. Rotary: one module computes cosines and sines for all layers. A scheme of rotations replaces it. With any other scheme
+   the module rotates nothing and our attention applies the scheme.
+2. Added: a table of vectors is added to token embeddings. The vectors of the scheme, or zeros, replace it, and our attention
+   applies the scheme.
 3. Patches: the same for embeddings of the patches of an image.
 4. Sinusoids: RoFormer's layers rotate by a table of sines and cosines.
-5. Biased: attention of a model's own code that adds its mask to logits, rotary or ALiBi. A scheme's decay joins the mask.
+5. Biased: the model's code adds its mask to logits, rotary or ALiBi. A scheme's decay is added to the mask.
 
-What a model has is read from its modules and from the functions that they call. Its configuration only gives sizes and the
-types of layers.
+The way is read from a model's modules and the functions that they call, not from its name. The configuration is read for
+sizes and types of layers only.
 """
 
 import inspect
@@ -47,14 +47,14 @@ ABSENT = ...  # one object, also in copies
 
 
 class Change(NamedTuple):
-    """An attribute, and its value before or after; `ABSENT` for none."""
+    """A new value of an attribute; `ABSENT` deletes the attribute."""
 
     owner: Any
     name: str
     value: Any
 
     def made(self) -> "Change":
-        """Make it. Returns the change that undoes it."""
+        """Apply the change; return the change that undoes it."""
         old = getattr(self.owner, self.name, ABSENT)
         before = Change(self.owner, self.name, ABSENT if isinstance(old, MethodType) else old)  # a class's own
         if self.value is ABSENT:
@@ -65,13 +65,13 @@ class Change(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """A function that changes a module's arguments, to be registered, or its handle, to be removed."""
+    """A forward pre-hook to register, or the handle of one to remove."""
 
     owner: nn.Module
     function: Any
 
     def made(self) -> "Hook":
-        """Make it. Returns the change that undoes it."""
+        """Apply the change; return the change that undoes it."""
         if callable(self.function):
             return Hook(self.owner, self.owner.register_forward_pre_hook(self.function, with_kwargs=True))
         self.function.remove()
@@ -82,18 +82,18 @@ Changes = list[Change | Hook]
 
 
 def each(scheme: Any) -> dict[str, Scheme]:
-    """Schemes by the type of their layers; by an empty name where all layers have one."""
+    """Schemes by type of layers; one scheme for all layers has an empty name."""
     return dict(scheme) if isinstance(scheme, Mapping) else {"": scheme}
 
 
 def changes(model: Any, scheme: Any, configs: Mapping[int, Any], window: int | None = None) -> Changes:
-    """What a scheme changes in a model.
+    """The changes that put a scheme into a model.
 
     Args:
         model: A model of transformers.
-        scheme: A scheme, or a mapping from types of layers.
-        configs: Copies of its configurations, by the identity of the original. The model will have the copies.
-        window: Keys that softmax attention sees in addition to linear attention, or None.
+        scheme: A scheme, or a mapping from types of layers to schemes.
+        configs: Copies of the model's configurations, by the id of the original; they replace the originals.
+        window: Number of keys that softmax attention sees in addition to linear attention, or None.
 
     Raises:
         ValueError: With the reason, for a model or a scheme that cannot be served. Nothing is changed.
@@ -115,13 +115,13 @@ def changes(model: Any, scheme: Any, configs: Mapping[int, Any], window: int | N
     encoder: Any = getattr(part, "encoder", None)
     if hasattr(encoder, "embed_positions") and any(reading.takes(a, "sinusoidal_pos") for a in encoder.modules()):
         return _sinusoids(part, config, scheme)
-    found = next(reading.added_tables(part), None)
-    if found is None:
+    table_of_positions = next(reading.added_tables(part), None)
+    if table_of_positions is None:
         raise ValueError(
             "model: expected a rotary module with inverse frequencies, or a table of learned positions that is added to "
             f"embeddings, got {type(part).__name__}, in which neither was found; isopos audit measures what it has"
         )
-    owner, name, table = found
+    owner, name, table = table_of_positions
     if isinstance(table, nn.Parameter):
         return _patches(part, config, scheme)
     return _encoder(part, config, scheme) if owner is not part else _added(owner, name, table, config, scheme, window)
@@ -131,8 +131,8 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
     """Changes of a model that rotates queries and keys by the cosines and sines of one module."""
     tables, schemes = measured(old), each(scheme)
     if isinstance(scheme, Mapping) and {*scheme} != {*tables.layer_types}:
-        known = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
-        raise ValueError(f"scheme: expected {known}, got {', '.join(scheme)}")
+        expected = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
+        raise ValueError(f"scheme: expected {expected}, got {', '.join(scheme)}")
     for one in schemes.values():
         sizes = head_dim(config), heads_of(config)
         _check(one, *sizes, columns=(tables.columns,), real=tables.patch is not None, linear=tables.columns != 2)
@@ -144,8 +144,8 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
         return [Change(owner, name, Angles(module, tables)), *fixed]
     layers = reading.biased_layers(owner)
     if not linear and layers and all(_is_decayed(one, heads_of(config)[0]) for one in schemes.values()):
-        own = [change for a in layers for change in (Change(a, OWN, (module,)), Hook(a, of_decay))]
-        return [Change(owner, name, Angles(module, tables)), *fixed, *own]
+        decayed = [change for a in layers for change in (Change(a, OWN, (module,)), Hook(a, of_decay))]
+        return [Change(owner, name, Angles(module, tables)), *fixed, *decayed]
     if tables.columns == 2:
         raise ValueError(
             "scheme: expected one that rotates pairs of features, all heads alike, since the model's attention over patches "
@@ -156,7 +156,7 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
 
 
 def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None) -> Changes:
-    """Changes that give a scheme to our attention in all layers, among the model's own arguments."""
+    """Changes that pass a scheme to our attention in all layers, as a further argument of the model's calls."""
     layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
     names = [None if rotary and not reading.rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]
     some: dict[str | None, Scheme] = {**each(scheme)}
@@ -165,18 +165,18 @@ def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, ro
     for layer, name in zip(layers, names, strict=True):
         if some[name].attention == "linear":
             _check_causal(layer, config)
-    own = partial(of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
+    hook = partial(of_tokens, names=tuple(inspect.signature(owner.forward).parameters), columns=columns)
     hooks = [
         Hook(layer, partial(of_layer, name=name, cache=reading.cache_name(layer)))
         for layer, name in zip(layers, names, strict=True)
     ]
     near = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), heads_of(config)[0]))]
     own_code = Change(config, "_attn_implementation", ATTENTION)
-    return [Change(owner, OWN, (some,)), *near, Hook(owner, own), *hooks, own_code]
+    return [Change(owner, OWN, (some,)), *near, Hook(owner, hook), *hooks, own_code]
 
 
 def _without_positions(scheme: Scheme) -> Scheme:
-    """The scheme of layers that have no positions in a model whose other layers have this one."""
+    """The scheme of layers without positions in a model whose other layers have this scheme."""
     encoding = Identity(scheme.encoding.features, scheme.group)
     if scheme.attention == "softmax":
         return Scheme(encoding, 1, attention="softmax")
@@ -198,7 +198,7 @@ def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme, windo
 
 
 def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
-    """Changes of BERT and its like, whose embeddings are a module of their own and are called without its layers."""
+    """Changes of BERT and its like, whose embeddings are a separate module."""
     if getattr(config, "is_decoder", False):
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     embeddings = part.embeddings
@@ -249,18 +249,18 @@ def _is_decayed(scheme: Scheme, heads: int) -> bool:
 
 
 def _check_window(window: int, scheme: Any) -> None:
-    """ValueError for a window that a scheme cannot be combined with."""
+    """Raise ValueError for a window that cannot be combined with a scheme."""
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f"window: expected a number of keys from 1 on, got {window!r}")
     if not isinstance(scheme, Scheme) or scheme.attention != "linear" or scheme.inside:
         raise ValueError(
-            f"window: expected none but beside one scheme of linear attention that maps features, got {window}; softmax "
+            f"window: expected one only with one scheme of linear attention that maps features, got {window}; softmax "
             "attention sees all keys"
         )
 
 
 def _check_causal(layer: Any, config: Any) -> None:
-    """ValueError for a layer whose queries do not see all keys before them and no later ones."""
+    """Raise ValueError for a layer whose queries see later keys, or not all earlier ones."""
     kinds, index = getattr(config, "layer_types", None), layer.layer_idx
     kind = kinds[index] if kinds else "sliding" if getattr(config, "sliding_window", None) else "full_attention"
     if kind != "full_attention" or not getattr(layer, "is_causal", False):
@@ -294,7 +294,7 @@ def _check(
     real: bool = False,
     linear: bool = False,
 ) -> None:
-    """ValueError for a scheme that a model with these heads of queries and of keys cannot take."""
+    """Raise ValueError for a scheme that does not fit a model with these numbers of query and key heads."""
     encoding, group = scheme.encoding, scheme.group
     linear = linear and scheme.attention == "linear"
     if scheme.attention != "softmax" and not linear:
@@ -305,8 +305,8 @@ def _check(
             "model's cache of keys has no place"
         )
     if group.columns not in columns or group.refers_to_rows:
-        known = KNOWN[columns[-1]] + ", or on a line" * (len(columns) > 1)
-        raise ValueError(f"scheme: expected positions {known}, got {group}")
+        expected = KNOWN[columns[-1]] + ", or on a line" * (len(columns) > 1)
+        raise ValueError(f"scheme: expected positions {expected}, got {group}")
     if real and not all(leaf.real for leaf in group.leaves):
         raise ValueError(f"scheme: expected positions that may be real numbers, such as isopos.rope_axial has, got {group}")
     if scheme.outside > class_tokens:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from isopos import __version__
 from isopos.lab.bench.gpu import LIMIT
 from isopos.lab.bench.peers import PEERS
-from isopos.lab.runs.files import replacing, write_json
+from isopos.lab.reports.plots import svg_text
+from isopos.lab.runs.files import write_json, write_text
 from isopos.lab.timing import Row
 from isopos.ops.library import libraries
 
@@ -122,8 +122,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:
         return []
-    with replacing(folder / CHART) as part, rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):
-        chart(raced).savefig(part, format="svg")
+    write_text(folder / CHART, svg_text(chart(raced)))
     return [folder / CHART]
 
 

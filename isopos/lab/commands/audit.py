@@ -27,7 +27,7 @@ class Options:
     whole: bool = False  # Show sound results in the table, too.
     json: bool = False  # Print JSON instead of a table.
     html: str = ""  # Also write a page with errors over position, of outputs and of each layer, to this file.
-    text: str = ""  # For trained weights: a file of text like that of training, read by the folder's tokenizer.
+    text: str = ""  # For trained weights: a file of text similar to the training text, read by the folder's tokenizer.
 
 
 def run(options: Options, console: Console) -> int:

@@ -129,7 +129,7 @@ def _recipes(options: Options, runs: Path) -> dict[str, Any]:
         stages[TRANSFER] = {"steps": steps, "learning_rate": options.transfer_rate}
     stages[TUNING] = {"steps": options.steps, "learning_rate": options.learning_rate}
     stages[TUNING] |= {"validate_every": options.validate_every, "start": str(runs / TRANSFER) if steps else ""}
-    return {name: Recipe(task=Conversion()).edit(**common, stage=name, **own) for name, own in stages.items()}
+    return {name: Recipe(task=Conversion()).edit(**common, stage=name, **of_stage) for name, of_stage in stages.items()}
 
 
 def _write(recipe: Any, run: Path, source: Path, new: Path) -> None:

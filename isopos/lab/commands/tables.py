@@ -85,9 +85,9 @@ def _write_arrays(scheme: Any, length: int, path: Path) -> int:
     from isopos.integrations.arrays import arrays, explanation
 
     limit = scheme.max_length
-    found = arrays(scheme, scheme.group.arrange(length if limit is None else min(length, limit)))
+    values = arrays(scheme, scheme.group.arrange(length if limit is None else min(length, limit)))
     with replacing(path) as part, part.open("wb") as file:
-        np.savez(file, **found)  # pyright: ignore[reportArgumentType]  # no array has the name of an option
+        np.savez(file, **values)  # pyright: ignore[reportArgumentType]  # no array has the name of an option
     print(printable(str(path)))
-    print(json.dumps(explanation(found), indent=1))
+    print(json.dumps(explanation(values), indent=1))
     return 0

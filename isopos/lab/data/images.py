@@ -141,8 +141,8 @@ def read_images(
         shape = (1 if grey else survey.channels, height, width)
         preparation = Preparation((files,), root, progressing, [stamp], survey.sha256)
         arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
-    order, labels, place = arrays["rows"].T
-    splits = {split: order[place == n] for n, split in enumerate(SPLITS)}
+    order, labels, split_number = arrays["rows"].T
+    splits = {split: order[split_number == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
     by_row[order] = labels
     skipped = [*survey.left, *arrays.facts["left"]]
@@ -187,7 +187,7 @@ def _survey(source: Source, progressing: OnProgress) -> _Survey:
             differs = f"{_by(first[1])} in {first[0]} and {_by(size)} in {name}"
     if first is None:
         raise ValueError(f"data: expected folders of images, got none that Pillow reads in {source.name}")
-    _classes(source.name, _places(source.name, names))  # before anything is decoded
+    _classes(source.name, _splits_and_classes(source.name, names))  # before anything is decoded
     width, height = first[1]
     left = [f"{len(other)} other files ({other[0]})"] if other else []
     return _Survey(digest.hexdigest(), channels, height, width, differs, left)
@@ -257,16 +257,16 @@ def _arranged(
     source: str, names: Sequence[str], digests: Sequence[bytes], broken: Sequence[str]
 ) -> tuple[np.ndarray, list[str]]:
     """Rows of images in the order of a hash, with class and number of the split ``[n 3]``; and the names of the classes."""
-    places = _places(source, [*names, *broken])
-    classes = _classes(source, places)
-    kept, by_name = places[: len(names)], any(split == "validation" for split, _ in places)
+    labelled = _splits_and_classes(source, [*names, *broken])
+    classes = _classes(source, labelled)
+    kept, by_name = labelled[: len(names)], any(split == "validation" for split, _ in labelled)
     rows = np.array([(classes.index(label), SPLITS.index(split or "train")) for split, label in kept]).reshape(-1, 2)
     order = np.array(sorted(range(len(names)), key=lambda n: digests[n]), dtype=np.int64)
     for n, label in enumerate(classes):
         members = order[(rows[order] == (n, 0)).all(1)]
         least = 1 if by_name else 2
         if len(members) < least:
-            gone = sum(one == label for _, one in places[len(names) :])
+            gone = sum(one == label for _, one in labelled[len(names) :])
             what = f"; {gone} more do not decode" if gone else ""
             raise ValueError(
                 f"data: expected at least {least} images of the class {label}, got {len(members)} in {source}{what}"
@@ -278,30 +278,30 @@ def _arranged(
     return np.stack((order, *rows[order].T), 1), classes
 
 
-def _places(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
+def _splits_and_classes(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
     """Split (or "") and class of each image, by its folders."""
     folders = [_inside(source, name)[:-1] for name in names]
     least = min(map(len, folders), default=0)
     shared = next((n for n, parts in enumerate(zip(*folders, strict=False)) if len({*parts}) > 1), least)
-    places, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
+    labelled, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
     for name, parts, at in zip(names, folders, splits, strict=True):
         if at is None and any(other is not None for other in splits):
             raise ValueError(f"data: expected every image in a folder train, valid or test, or none, got {name} elsewhere")
         split, label = ("", parts[shared:]) if at is None else (_split(parts[at]), parts[at + 1 :])
         if not label:
             raise ValueError(f"data: expected images in a folder of their class, at least two of them, got {name} in none")
-        places.append((split, label[0]))
-    if splits and splits[0] is not None and "train" not in {split for split, _ in places}:
-        raise ValueError(f"data: expected images in a folder train next to {places[0][0]}, got none in {source}")
-    return places
+        labelled.append((split, label[0]))
+    if splits and splits[0] is not None and "train" not in {split for split, _ in labelled}:
+        raise ValueError(f"data: expected images in a folder train next to {labelled[0][0]}, got none in {source}")
+    return labelled
 
 
-def _classes(source: str, places: Sequence[tuple[str, str]]) -> list[str]:
+def _classes(source: str, labelled: Sequence[tuple[str, str]]) -> list[str]:
     """The names of the classes in the train split."""
-    classes = sorted({label for split, label in places if split in ("", "train")})
+    classes = sorted({label for split, label in labelled if split in ("", "train")})
     if len(classes) < 2:
         raise ValueError(f"data: expected at least 2 classes, a folder each, got {', '.join(classes) or 'none'} in {source}")
-    if strange := sorted({label for _, label in places} - {*classes}):
+    if strange := sorted({label for _, label in labelled} - {*classes}):
         raise ValueError(f"data: expected classes of train in every split, got {strange[0]}, which train lacks, in {source}")
     return classes
 

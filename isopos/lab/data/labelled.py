@@ -101,11 +101,11 @@ def table_rows(
     bare: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Rows of a table. `bare` names the columns if the first line does not."""
-    wanted, places = (*columns, label), None
+    wanted, columns_read = (*columns, label), None
     for line, cells in table_cells(name, lines):
         if not cells:
             continue
-        if places is None:
+        if columns_read is None:
             width, titles = len(cells), [cell.strip() for cell in cells]
             if named := not all(one.isdecimal() for one in wanted):
                 named = len(bare) != width or bool({*wanted} & {*titles})
@@ -115,11 +115,11 @@ def table_rows(
             if label not in titles and named_split(name) == "test" and {*columns} <= {*titles}:
                 unlabelled(PurePosixPath(name).name)
                 return
-            places = [column_index(name, titles, one) for one in wanted]
+            columns_read = [column_index(name, titles, one) for one in wanted]
             if named:
                 continue
-        *values, cell_of_label = (cells[place] for place in places)
-        start = 1 + sum(len(cell) + 1 for cell in cells[: places[0]]) if name.lower().endswith(".tsv") else 1
+        *values, cell_of_label = (cells[column] for column in columns_read)
+        start = 1 + sum(len(cell) + 1 for cell in cells[: columns_read[0]]) if name.lower().endswith(".tsv") else 1
         yield Row(tuple(values), _label(cell_of_label, name, line), name, line, start)
 
 

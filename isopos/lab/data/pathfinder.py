@@ -155,7 +155,7 @@ def _long(random: np.random.Generator, stubs: np.ndarray, side: int, dashes: int
 
 
 def _alike(some: np.ndarray, others: np.ndarray) -> np.ndarray | None:
-    """One mask of each ``[2 side side]``: equal numbers of lit pixels, most alike after blurring; or None."""
+    """Two masks ``[2 side side]``, one of each kind with equal numbers of lit pixels, nearest after blurring; or None."""
     one, other = (_spread(masks.astype(np.float32), BLUR, np.add).reshape(len(masks), -1) for masks in (some, others))
     unlike = (one**2).sum(1)[:, None] + (other**2).sum(1) - 2 * one @ other.T
     unlike[some.sum((1, 2))[:, None] != others.sum((1, 2))] = math.inf

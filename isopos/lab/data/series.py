@@ -84,19 +84,19 @@ def read_series(source: str, time: str = "", values: Sequence[str] = (), unit: s
 def _read(
     source: str, name: str, lines: Iterator[tuple[int, list[str]]], time: str, values: Sequence[str], unit: str
 ) -> Series:
-    at, places, titles, first, first_zone = -1, list[int](), list[str](), None, 0.0
+    at, columns, titles, first, first_zone = -1, list[int](), list[str](), None, 0.0
     seconds, offsets, rows, empty = list[float](), list[float](), list[list[float]](), 0
     for line, row in lines:
         cells = [cell.strip() for cell in row]
         if not cells:
             continue
-        if not places:
+        if not columns:
             titles = [str(n) for n in range(1, len(cells) + 1)]
             bare = _moment(cells[column_index(name, titles, time or "1")], unit) if (time or "1") in titles else None
             titles = cells if bare is None else titles
             at = column_index(name, titles, time) if time else 0
-            places = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
-            if at in places or not places:
+            columns = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
+            if at in columns or not columns:
                 raise ValueError(f"values: expected columns besides the times, {titles[at]}, got {', '.join(titles)}")
             if bare is None:
                 continue
@@ -121,7 +121,7 @@ def _read(
         if mixed or (seconds and now <= seconds[-1]):
             what = "an offset from UTC for all times or for none" if mixed else "a time after the one above"
             raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
-        cells_read = [_value(name, line, titles[place], cells[place], place + 1) for place in places]
+        cells_read = [_value(name, line, titles[column], cells[column], column + 1) for column in columns]
         if all(map(math.isnan, cells_read)):
             empty += 1
         else:
@@ -131,7 +131,7 @@ def _read(
     if not rows:
         raise ValueError(f"data: expected rows with a time and a value, got none in {name}")
     zones = np.array(offsets) if any(offsets) else None
-    return Series(source, tuple(titles[place] for place in places), np.array(seconds), np.array(rows), empty, zones)
+    return Series(source, tuple(titles[column] for column in columns), np.array(seconds), np.array(rows), empty, zones)
 
 
 def _moment(text: str, unit: str, first: float | datetime | None = None) -> float | datetime | None:

@@ -218,7 +218,7 @@ class BPE(Tokenizer):
 
 
 def learn(kind: str, texts: Iterable[str], vocabulary: int | None = None) -> Tokenizer:
-    """A tokenizer of that kind: bytes, or at most `vocabulary` words or pieces learned from texts."""
+    """Learn a tokenizer of a kind from texts: bytes, or at most `vocabulary` words or pieces."""
     return Bytes() if kind == "bytes" else {"words": Words, "bpe": BPE}[kind].learn(texts, vocabulary)
 
 

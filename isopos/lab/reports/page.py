@@ -1,6 +1,5 @@
 """The report of a comparison: one HTML file made from its folder, without external resources."""
 
-import io
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,12 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, ranking, read_comparison, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain
+from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain, svg_text
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
@@ -56,11 +54,11 @@ def write(folder: Path) -> Path:
         f"<h2>Training loss</h2><figure>{curves}</figure>",
         f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
         "<h2>Relative kernel of each scheme</h2>",
-        "<p>Weight (linear attention) or logit (softmax attention) of a random query and a similar key, compared with that "
-        "at the same position, as a function of their offset: each head, their mean, its even and its odd part. Without an "
-        "odd part a scheme does not see direction. Next to it the mean for each pair of positions, which is constant along "
-        "diagonals if it depends on relative positions only. For a grid the mean is a map over offsets; for a tree, a "
-        "matrix over its nodes, next to the tree.</p>",
+        "<p>Curves: weight (linear attention) or logit (softmax attention) of a random query and a similar key, by their "
+        "offset, relative to the value at the same position. There is a curve per head, the mean of heads, and its even and "
+        "odd part. Without an odd part a scheme does not distinguish directions. Maps: the mean for each pair of positions, "
+        "constant along diagonals if it depends on relative positions only. A grid has a map over offsets; a tree has a "
+        "matrix over its nodes.</p>",
         *pictures,
         *_examples(best_first[:1]),
         f'<script type="module">{SCRIPT}</script>',
@@ -179,8 +177,5 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
 
 def svg(figure: Figure, label: str) -> str:
     """The figure as an svg element with a label, without XML prologue."""
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
+    text = svg_text(figure)
     return f'<svg role="img" aria-label="{html(label)}"' + text[text.index("<svg") + 4 :]

@@ -15,8 +15,8 @@ from rich.table import Table
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.intervals import MIN_SEEDS, Difference
-from isopos.lab.reports.plots import line_style, literal, plain
-from isopos.lab.runs.files import replacing, write_json, write_text
+from isopos.lab.reports.plots import line_style, literal, plain, svg_text
+from isopos.lab.runs.files import write_json, write_text
 from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import (
     SCORES,
@@ -109,8 +109,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
         write_json(folder / FIGURES, figures)
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
     figure = draw(table, rows, _trained_from_scratch(table, about))
-    with replacing(folder / "curves.svg") as part:
-        figure.savefig(part, format="svg", metadata={"Date": None})
+    write_text(folder / "curves.svg", svg_text(figure))
     return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
 
 

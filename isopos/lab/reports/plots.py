@@ -1,5 +1,6 @@
 """Pictures of relative kernels: curves, maps and matrices, in colours for colour-blind readers."""
 
+import io
 import itertools
 import os
 import statistics
@@ -24,6 +25,12 @@ from isopos.spec import join_spec, split_spec
 SUFFIXES = (".png", ".svg", ".pdf")
 SCORE = {"linear": "weight, 1 = at the same position", "softmax": "logit, 0 = at the same position"}
 TOTAL, EVEN, ODD, HEAD = "#000000", "#0072b2", "#d55e00", "#56b4e9"
+STYLE = '<style type="text/css">'  # with which matplotlib begins its only style
+DARK = (  # matplotlib writes colours into style attributes; those of data stay as they are
+    "@media (prefers-color-scheme: dark) { text, use { fill: #ddd } [style*='fill: #ffffff'] { fill: #16181c !important } "
+    "[style*='fill: #000000'], [style*='fill: #444444'] { fill: #ddd !important } "
+    "[style*='stroke: #000000'] { stroke: #ddd !important } } "
+)
 
 
 def show(
@@ -46,8 +53,11 @@ def show(
         draw(axes, panel, built, alone=len(every_panel) == 1)
     figure.suptitle("\n".join(_title(spec, built, every_panel, randomised)), fontsize=11)
     try:
-        with replacing(path) as part, rc_context({"svg.fonttype": "none"}):
-            figure.savefig(part, dpi=150, format=path.suffix[1:])
+        with replacing(path) as part:
+            if path.suffix == ".svg":
+                part.write_text(svg_text(figure), encoding="utf-8")
+            else:
+                figure.savefig(part, dpi=150, format=path.suffix[1:])
     except OSError as error:
         raise ValueError(f"out: cannot write {path}: {error.strerror}") from None
     return path
@@ -84,6 +94,20 @@ def _title(spec: str, scheme: Scheme, every_panel: list[Panel], randomised: bool
     if randomised:
         notes.append("tables that start at zero drawn at random")
     return [spec, ", ".join(words), CATALOG[resolve(split_spec(spec)[0])].citation, *filter(None, ["; ".join(notes)])]
+
+
+def svg_text(figure: Figure, **options: Any) -> str:
+    """The figure as text of an SVG file, light on dark for readers who prefer dark pages.
+
+    Args:
+        figure: Figure to draw.
+        options: Further arguments of `Figure.savefig`.
+    """
+    buffer = io.StringIO()
+    metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata=metadata, **options)
+    return buffer.getvalue().replace(STYLE, STYLE + DARK, 1)
 
 
 def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:

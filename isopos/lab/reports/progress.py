@@ -45,11 +45,6 @@ class Bars:
         self._print()
         self.progress.stop()
 
-    def _print(self) -> None:
-        if self.lines and self._line:
-            self.progress.console.print(printable(self._line), markup=False, highlight=False, soft_wrap=True)
-        self._line = ""
-
     def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
         """Start the progress of a run; return a function that shows a step with, optionally, its loss and rate.
 
@@ -74,6 +69,11 @@ class Bars:
 
         self._print()
         return show
+
+    def _print(self) -> None:
+        if self.lines and self._line:
+            self.progress.console.print(printable(self._line), markup=False, highlight=False, soft_wrap=True)
+        self._line = ""
 
 
 def _remaining(start: tuple[int, float], step: int, steps: int) -> str:

@@ -169,7 +169,9 @@ PACKAGED = ("nystromformer", "reformer")  # from transformers
 
 def absence(spec: str) -> str:
     """A message about the missing package of a scheme's attention, with the remedy; "" if nothing is missing."""
-    name = next((found for one in of_layers(spec) if (found := split_spec(one)[1].get("attention", "")) in PACKAGED), "")
+    name = next(
+        (attention for one in of_layers(spec) if (attention := split_spec(one)[1].get("attention", "")) in PACKAGED), ""
+    )
     if not name or importlib.util.find_spec("transformers") is not None:
         return ""
     return f"{name} needs the package transformers: pip install 'isopos[peers]'"

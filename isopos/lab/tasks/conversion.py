@@ -37,7 +37,7 @@ class Conversion(Task):
     tokenizer: Literal["model", "bytes"] = "model"  # The tokenizer in the folder, or bytes as tokens 0 to 255.
     length: int = 256  # Tokens of a window of text.
     validation_tokens: int = 32768  # Largest number of held-out tokens that are scored; 0: all.
-    start: str = ""  # The run whose weights begin this stage; empty: those of the original.
+    start: str = ""  # Run with the initial weights of this stage; empty: the original's weights.
 
     unit = "tokens"
     limits = (("length", 2, 10**9), ("window", 0, 10**9), ("validation_tokens", 0, 10**15))
@@ -111,8 +111,8 @@ class Converted(nn.Module):
     @property
     def original(self) -> Any:
         """The model of before, on the device of this one; None after transfer."""
-        own = self._original[0]
-        return None if own is None else own.to(next(self.student.parameters()).device)
+        layer = self._original[0]
+        return None if layer is None else layer.to(next(self.student.parameters()).device)
 
     def distances(self, tokens: Tensor) -> Tensor:
         """How far the attention of each layer is from the original's ``[layers]``."""
@@ -130,7 +130,7 @@ class Windows(Data):
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} tokens"
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, ...]:
-        tuning = self.task.stage == "tuning"  # whose batches are others than those of transfer
+        tuning = self.task.stage == "tuning"  # with other batches than transfer
         return self.corpus.batch(2 * recipe.seed + tuning, step, recipe.training.batch, self.task.length, rank, ranks)
 
     def loss(self, model: Any, *batch: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ class Windows(Data):
 
     def figures(self, model: Any, count: int) -> dict[str, float]:
         """Nats per token and bits per byte of a model of transformers on held-out text, `count` windows at once."""
-        found = [(_nats(model, *batch).item(), batch[1].numel()) for batch in self._held_out(model, count)]
-        nats = sum(value * size for value, size in found) / sum(size for _, size in found)
+        losses = [(_nats(model, *batch).item(), batch[1].numel()) for batch in self._held_out(model, count)]
+        nats = sum(value * size for value, size in losses) / sum(size for _, size in losses)
         return {"nats": nats, "bits_per_byte": nats / self.corpus.bytes_per_token("validation") / math.log(2)}
 
     def _held_out(self, model: Any, count: int) -> Any:

@@ -108,9 +108,9 @@ def _nats(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
 def _nats_of_shard(model: Decoder, tokens: Tensor, targets: Tensor, piece: int) -> float:
     """The part of `_nats` that is of the tokens of this process; logits are computed for a piece at a time."""
     whole = F.pad(targets, (tokens.shape[1] - targets.shape[1], 0), value=-1)
-    x, own = model.features(cut(tokens, model.group), None, causal=True), cut(whole, model.group)
-    x, own = x[own >= 0], own[own >= 0]
-    parts = zip(x.split(piece), own.split(piece), strict=True)
+    x, local = model.features(cut(tokens, model.group), None, causal=True), cut(whole, model.group)
+    x, local = x[local >= 0], local[local >= 0]
+    parts = zip(x.split(piece), local.split(piece), strict=True)
     return sum(model.loss(part[None], now[None]).item() * len(now) for part, now in parts if len(now))
 
 

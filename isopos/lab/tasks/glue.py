@@ -96,6 +96,18 @@ class Glue(PositionedTask):
             )
         return folder
 
+    def check_sequence_parallel(self, recipe: Recipe) -> None:
+        """Samples are cut into shards, whatever their length."""
+
+    def model(self, recipe: Recipe) -> Any:
+        return self.build(recipe, "Classifier", (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
+
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
+        folder = run or self.origin(recipe)
+        tokenizer = load_tokenizer(folder) if folder else Bytes()
+        samples = load_glue(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
+        return GlueSamples(self, samples, tokenizer)
+
     def _run(self, recipe: Recipe) -> Path:
         """The run `start`, or the run in that folder with the same scheme and seed."""
         folder, runs = Path(self.start), []
@@ -111,18 +123,6 @@ class Glue(PositionedTask):
             got = ", ".join(run.name for *_, run in runs) or "none"
             raise ValueError(f"{wanted}, got {got}; isopos train lrpe-blm makes one")
         return alike[0]
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
-    def model(self, recipe: Recipe) -> Any:
-        return self.build(recipe, "Classifier", (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
-
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GlueSamples":
-        folder = run or self.origin(recipe)
-        tokenizer = load_tokenizer(folder) if folder else Bytes()
-        samples = load_glue(self.data, self.subset or subset_of(self.data), tokenizer, console=console)
-        return GlueSamples(self, samples, tokenizer)
 
 
 class GlueSamples(TextSamples):

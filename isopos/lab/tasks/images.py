@@ -204,6 +204,39 @@ class ImageSamples(Labelled):
             pixels, answers = mix(pixels, answers, len(self.pictures.classes), task.mixup, task.cutmix, random)
         return torch.from_numpy(pixels), torch.from_numpy(answers)
 
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        pixels, answers = batch
+        return F.cross_entropy(model(pixels), answers, label_smoothing=self.task.smoothing)
+
+    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
+        """The scores of `Labelled`; for a view in another size, images are read again from their source."""
+        seen, size = copy.copy(self), self.pictures.pixels.shape[2:]
+        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.own)
+        seen.shift, height, width, margin = options["shift"], options["height"], options["width"], 2 * self.task.margin
+        if (height, width) != size:
+            try:
+                model.tokens.sides(height + margin, width + margin)
+            except ValueError as error:
+                return Scored(reason=str(error))
+            most, tokens = model.scheme.max_length, self.task.tokens(height, width)
+            if most is not None and most < tokens:
+                return Scored(reason=f"height: expected at most {most} tokens, for which there are positions, got {tokens}")
+            seen.show(self.task.pictures(height, width))
+        return super(ImageSamples, seen).score(model, recipe, view)
+
+    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
+        rows = np.arange(min(count, len(self.sizes["validation"])))
+        logits, answers = self.answers(model, recipe, "validation", rows)
+        sure, named = logits.softmax(-1).max(-1)
+        images, names = self.pictures.pixels[self.pictures.splits["validation"][rows]], self.pictures.classes
+        rows_shown = zip(images, answers.tolist(), named.tolist(), sure.tolist(), strict=True)
+        return [
+            {"image": _png(pixels), "class": names[answer], "model": names[guess], "with probability": f"{share:.0%}"}
+            for pixels, answer, guess, share in rows_shown
+        ]
+
     def _changed(self, pixels: np.ndarray, seeds: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Augmented training images with their margin; `seeds` has one seed per image."""
         task, side = self.task, np.array(pixels.shape[2:])
@@ -238,39 +271,6 @@ class ImageSamples(Labelled):
         if self.task.policy != "none":
             image = POLICIES[self.task.policy](image, random)
         return np.asarray(image).reshape(*pixels.shape[1:], -1).transpose(2, 0, 1)
-
-    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        from torch.nn import functional as F
-
-        pixels, answers = batch
-        return F.cross_entropy(model(pixels), answers, label_smoothing=self.task.smoothing)
-
-    def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        """The scores of `Labelled`; for a view in another size, images are read again from their source."""
-        seen, size = copy.copy(self), self.pictures.pixels.shape[2:]
-        options = {"shift": 0, "height": int(size[0]), "width": int(size[1])} | dict(view.own)
-        seen.shift, height, width, margin = options["shift"], options["height"], options["width"], 2 * self.task.margin
-        if (height, width) != size:
-            try:
-                model.tokens.sides(height + margin, width + margin)
-            except ValueError as error:
-                return Scored(reason=str(error))
-            most, tokens = model.scheme.max_length, self.task.tokens(height, width)
-            if most is not None and most < tokens:
-                return Scored(reason=f"height: expected at most {most} tokens, for which there are positions, got {tokens}")
-            seen.show(self.task.pictures(height, width))
-        return super(ImageSamples, seen).score(model, recipe, view)
-
-    def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        rows = np.arange(min(count, len(self.sizes["validation"])))
-        logits, answers = self.answers(model, recipe, "validation", rows)
-        sure, named = logits.softmax(-1).max(-1)
-        images, names = self.pictures.pixels[self.pictures.splits["validation"][rows]], self.pictures.classes
-        rows_shown = zip(images, answers.tolist(), named.tolist(), sure.tolist(), strict=True)
-        return [
-            {"image": _png(pixels), "class": names[answer], "model": names[guess], "with probability": f"{share:.0%}"}
-            for pixels, answer, guess, share in rows_shown
-        ]
 
 
 def _moved(pixels: np.ndarray, moves: np.ndarray, flips: np.ndarray, margin: int) -> np.ndarray:

@@ -117,15 +117,6 @@ class Expressions(Labelled):
             "branches": max(int(rows.column("about")[:, 1].max(initial=1)) for rows in self.rows.values()),
         }
 
-    def _hash(self) -> str:
-        """A fingerprint of all tokens, in their order."""
-        digest = hashlib.sha256()
-        for split, rows in self.rows.items():
-            digest.update(split.encode())
-            for n, row in enumerate(rows):
-                digest.update(b"\xff" * (n > 0) + row.tokens)
-        return digest.hexdigest()
-
     def labels(self, split: str) -> np.ndarray:
         return self.rows[split].column("about")[:, 0]
 
@@ -144,6 +135,15 @@ class Expressions(Labelled):
             {"expression": to_text(rows[row].tokens), "answer": answer, "model": guess}
             for row, answer, guess in self.guesses(model, recipe, count)
         ]
+
+    def _hash(self) -> str:
+        """A fingerprint of all tokens, in their order."""
+        digest = hashlib.sha256()
+        for split, rows in self.rows.items():
+            digest.update(split.encode())
+            for n, row in enumerate(rows):
+                digest.update(b"\xff" * (n > 0) + row.tokens)
+        return digest.hexdigest()
 
 
 def _by_first(row: Expression) -> int:

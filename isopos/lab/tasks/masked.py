@@ -69,7 +69,7 @@ class MaskedText(Windows):
     task: Masked
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
-        """Masked tokens ``[b t]``, chosen places ``[b n]``, and the original tokens there ``[b n]``.
+        """Masked tokens ``[b t]``, indices of chosen tokens ``[b n]``, and their original values ``[b n]``.
 
         All rows have the same number n, so that the mean loss over ranks equals the mean loss of the batch.
         """
@@ -82,28 +82,28 @@ class MaskedText(Windows):
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
 
-        tokens, places, targets, *share = batch
-        logits = model(tokens, indices=places).flatten(0, 1)
+        tokens, indices, targets, *share = batch
+        logits = model(tokens, indices=indices).flatten(0, 1)
         if not share:
             return F.cross_entropy(logits, targets.flatten())
         return F.cross_entropy(logits, targets.flatten(), reduction="sum") * share[0].to(logits.dtype)
 
     def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, chosen places in the shard, their targets ``[b m]`` (-100: none), and the weight of a target.
+        """Tokens ``[b t]``, indices of chosen tokens in the shard, targets ``[b m]`` (-100: none), and a target's weight.
 
-        m is the largest number of places of a row, at least 1.
+        m is the largest number of chosen tokens of a row, at least 1.
         """
         import torch
 
-        tokens, places, targets = batch
+        tokens, indices, targets = batch
         index = cut(torch.arange(tokens.shape[1], device=tokens.device), 0)
         local = torch.full((tokens.shape[1],), -1, device=tokens.device)
         local[index] = torch.arange(len(index), device=tokens.device)
-        own = local[places]
-        first = (own < 0).long().argsort(dim=1, stable=True)[:, : max(1, int((own >= 0).sum(1).max()))]
-        own, targets = own.gather(1, first), targets.gather(1, first)
-        share = torch.tensor(ranks / places.numel(), dtype=torch.float64, device=tokens.device)
-        return cut(tokens, 1), own.clamp_min(0), targets.masked_fill(own < 0, -100), share
+        chosen = local[indices]
+        first = (chosen < 0).long().argsort(dim=1, stable=True)[:, : max(1, int((chosen >= 0).sum(1).max()))]
+        chosen, targets = chosen.gather(1, first), targets.gather(1, first)
+        share = torch.tensor(ranks / indices.numel(), dtype=torch.float64, device=tokens.device)
+        return cut(tokens, 1), chosen.clamp_min(0), targets.masked_fill(chosen < 0, -100), share
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
         """Scores of disjoint windows; the number of a window is the seed of its mask. A shorter last one is not read."""
@@ -133,9 +133,9 @@ class MaskedText(Windows):
         """Held-out windows with masks, the original text, and the text with predictions."""
         length, examples = self.task.length, []
         for n in range(min(count, len(self.corpus.validation) // length)):
-            logits, _, (masked, places) = self._answers(model, "validation", length, range(n, n + 1))
+            logits, _, (masked, indices) = self._answers(model, "validation", length, range(n, n + 1))
             predicted = masked[0].clone()
-            predicted[places[0]] = logits.argmax(-1)
+            predicted[indices[0]] = logits.argmax(-1)
             text = self.corpus.validation[n * length : (n + 1) * length]
             kinds = {"shown": masked[0], "text": text, "model": predicted}
             examples.append({name: self._text(tokens.tolist()) for name, tokens in kinds.items()})
@@ -144,20 +144,20 @@ class MaskedText(Windows):
     def _answers(
         self, model: Any, split: str, length: int, numbers: range
     ) -> "tuple[Tensor, Tensor, tuple[Tensor, Tensor]]":
-        """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows by number; their masked tokens and places."""
+        """Logits ``[n vocabulary]`` and targets ``[n]`` of held-out windows by number; their masked tokens and indices."""
         text, device = self.corpus.split(split), next(model.parameters()).device
         tokens = np.stack([text[n * length : (n + 1) * length] for n in numbers]).astype(np.int64)
         batch = tuple(a.to(device) for a in self._masked(tokens, ((n,) for n in numbers)))
-        masked, places, targets, *_ = self.part(model, batch)
-        return model(masked, indices=places).flatten(0, 1), targets.flatten(), (masked, places)
+        masked, indices, targets, *_ = self.part(model, batch)
+        return model(masked, indices=indices).flatten(0, 1), targets.flatten(), (masked, indices)
 
     def _masked(self, tokens: np.ndarray, seeds: Iterable[tuple[int, ...]]) -> "tuple[Tensor, Tensor, Tensor]":
         import torch
 
         size, share = self.corpus.vocabulary, self.task.mask_share
         rows = (mask_tokens(row, np.random.default_rng(seed), share, size) for row, seed in zip(tokens, seeds, strict=True))
-        masked, places = (torch.from_numpy(np.stack(one)) for one in zip(*rows, strict=True))
-        return masked, places, torch.from_numpy(tokens).gather(1, places)
+        masked, indices = (torch.from_numpy(np.stack(one)) for one in zip(*rows, strict=True))
+        return masked, indices, torch.from_numpy(tokens).gather(1, indices)
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Text with an underscore for the mask."""
@@ -168,17 +168,17 @@ class MaskedText(Windows):
 def mask_tokens(
     tokens: np.ndarray, random: np.random.Generator, share: float, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masked tokens ``[t]``, and the places ``[n]`` of a share of them, at least one, that a model is to predict.
+    """Masked tokens ``[t]``, and the indices ``[n]`` of the share of them, at least one, that a model predicts.
 
     Of ten, eight become the mask, whose number is the size of the vocabulary, one a random token, and one is unchanged.
 
     Examples:
-        >>> masked, places = mask_tokens(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
-        >>> len(places), int((masked == 256).sum()), int(((masked > 0) & (masked < 256)).sum())
+        >>> masked, indices = mask_tokens(np.zeros(1000, int), np.random.default_rng(0), 0.4, 256)
+        >>> len(indices), int((masked == 256).sum()), int(((masked > 0) & (masked < 256)).sum())
         (400, 316, 53)
     """
-    places = np.sort(random.permutation(len(tokens))[: max(1, round(share * len(tokens)))])
-    draw, others = random.random(len(places)), random.integers(vocabulary, size=len(places))
+    indices = np.sort(random.permutation(len(tokens))[: max(1, round(share * len(tokens)))])
+    draw, others = random.random(len(indices)), random.integers(vocabulary, size=len(indices))
     masked = tokens.copy()
-    masked[places] = np.where(draw < MASKED, vocabulary, np.where(draw < MASKED + REPLACED, others, tokens[places]))
-    return masked, places
+    masked[indices] = np.where(draw < MASKED, vocabulary, np.where(draw < MASKED + REPLACED, others, tokens[indices]))
+    return masked, indices

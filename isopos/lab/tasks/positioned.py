@@ -11,7 +11,7 @@ __all__ = ["PositionedTask"]
 
 @dataclass(frozen=True)
 class PositionedTask(Task):
-    """A task that says which positions its samples have; nothing here imports torch before a method is called."""
+    """A task that declares the positions of its samples; nothing here imports torch before a method is called."""
 
     groups: ClassVar[tuple[str, ...]] = ()  # classes of `isopos.positions`; Product means a grid of two axes
     where: ClassVar[str] = ""  # the same in words: "on a line, which text has"

@@ -214,7 +214,7 @@ class Labelled(Samples):
                 f"sequence_parallel: expected samples of at least {2 * ranks} tokens for {ranks} processes, got a batch "
                 f"whose longest has {tokens.shape[-1]}"
             )
-        return cut(tokens, -1), cut(positions, -2), *(cut(own, -1) for own in mask), answers
+        return cut(tokens, -1), cut(positions, -2), *(cut(part_of_mask, -1) for part_of_mask in mask), answers
 
     def guesses(self, model: Any, recipe: Recipe, count: int) -> list[tuple[int, int, int]]:
         """Row, right class and the model's class of a few validation samples, evenly spread."""

@@ -193,7 +193,7 @@ class ForecastSamples(Samples):
         return (sums / (counts[0].to(sums.dtype) if counts else known.flatten(1).sum(1).clamp_min(1))).mean()
 
     def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
-        """Values, positions and answers of all rows, NaN where there is none, cut; and counts by which sums are divided."""
+        """Shards of values, positions and answers of all rows, NaN for no answer; and the counts that divide sums."""
         import torch
 
         values, positions, answers = batch
@@ -221,9 +221,9 @@ class ForecastSamples(Samples):
         from isopos.parallel import joined
 
         values, positions, answers = self.on_device(model, recipe, split, rows)
-        own = self.part(model, (values, positions, answers))
+        local = self.part(model, (values, positions, answers))
         with evaluation(model):
-            forecasts = joined(model(*own[:2]), model.group)[:, self.task.context :]
+            forecasts = joined(model(*local[:2]), model.group)[:, self.task.context :]
         return forecasts.cpu().double().numpy(), answers.cpu().double().numpy()
 
     def naive(self, begins: np.ndarray) -> np.ndarray:

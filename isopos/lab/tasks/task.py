@@ -293,7 +293,7 @@ class Data(ABC):
     summary: str  # sizes, for readers
     splits: tuple[str, ...] = ("validation",)  # held-out splits that exist
     calls: ClassVar[tuple[str, ...]] = ()
-    """Methods of the model besides its call that `loss` and `score` use, for sharded weights."""
+    """Methods of the model, in addition to its call, that `loss` and `score` use, for sharded weights."""
 
     def __init_subclass__(cls) -> None:
         _earlier_names(cls, {"settle": "infer"})

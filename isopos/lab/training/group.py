@@ -1,4 +1,4 @@
-"""A function in several processes of a group: those that torchrun started, or new ones on this machine."""
+"""Run a function in the processes of a group, started by torchrun or here on this machine."""
 
 import os
 import tempfile

@@ -177,10 +177,6 @@ class _Training(LightningModule):
                 last = checkpoints.newest(self.folder)
                 damaged(last.folder if last else self.folder, error, "remove it, and --resume goes on from the one before")
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self.trainer.optimizers[0]
-
     def on_train_start(self) -> None:
         """Replay the rows of earlier steps to the loggers, which start empty; take over the signals."""
         for row in self.log_rows.rows if self.log_rows else ():
@@ -239,8 +235,24 @@ class _Training(LightningModule):
         done = (self.step - self.first) * self.recipe.task.size(self.recipe)
         return done / (time.perf_counter() - self.start)
 
+    def take_signals(self) -> None:
+        """Make SIGINT and SIGTERM end the run after the current step; a second SIGINT ends it at once."""
+
+        def note(number: int, frame: Any) -> None:
+            if self.signal == number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = number
+
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, note)
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
     def _over(self) -> Any:
-        """The context in which the tokens of a sample are in the processes of a group, if there is one."""
+        """The context in which the processes of a group hold shards of a sample; does nothing without a group."""
         return nullcontext() if self.group is None else self.model.over(self.group)
 
     def _validate(self) -> float | None:
@@ -280,18 +292,6 @@ class _Training(LightningModule):
         error = self.trainer.strategy.broadcast(error)
         if error:
             raise OSError(error)
-
-    def take_signals(self) -> None:
-        """Make SIGINT and SIGTERM end the run after the current step; a second SIGINT ends it at once."""
-
-        def note(number: int, frame: Any) -> None:
-            if self.signal == number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.signal = number
-
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, note)
 
 
 def fit(

@@ -59,16 +59,16 @@ class Kernel(Backend, ABC):
         """Gradients of all operands, given the gradient of the sums (of a stream with gradients of the sums after it)."""
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        found: Any
+        result: Any
         try:
             graph = any(needed := needs(sums)) or watched()
-            found = _Differentiable.apply(self, sums, *operands(sums)) if graph else self.forward(sums, needed)[0]
+            result = _Differentiable.apply(self, sums, *operands(sums)) if graph else self.forward(sums, needed)[0]
         except RuntimeError as error:
             if "functorch" not in str(error):
                 raise
             remedy = "use isopos.attention.naive_linear_attention there"
             raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
-        return (found, ()) if sums.stream is None else (found[0], found[1:])
+        return (result, ()) if sums.stream is None else (result[0], result[1:])
 
 
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
@@ -83,9 +83,9 @@ def needs(sums: Sums) -> list[bool]:
     return [grads and x is not None and x.requires_grad for x in operands(sums)]
 
 
-def with_operands(sums: Sums, given: Sequence[Any]) -> Sums:
+def with_operands(sums: Sums, inputs: Sequence[Any]) -> Sums:
     """The problem with other tensors, in the order of `operands`."""
-    (q, k, v, g_q, g_k), rest = given[:5], iter(given[5:])
+    (q, k, v, g_q, g_k), rest = inputs[:5], iter(inputs[5:])
     features = tuple(each.replace([next(rest) for _ in each.tensors]) for each in sums.features)
     stream = None if sums.stream is None else replace(sums.stream, sums=tuple(rest))
     return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features, stream=stream)
@@ -128,14 +128,14 @@ class _Differentiable(torch.autograd.Function):
     """The sums of a kernel. Saves the operands and the tensors that the kernel returns."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, sums: Sums, *given: Tensor | None) -> Any:
+    def forward(ctx: Any, kernel: Kernel, sums: Sums, *inputs: Tensor | None) -> Any:
         needs = ctx.needs_input_grad[2:]
         out, saved = kernel.forward(sums, needs)
         if not any(needs):
             return out
-        ctx.save_for_backward(*given, *saved)
+        ctx.save_for_backward(*inputs, *saved)
         none = torch.empty(0)
-        ctx.kernel, ctx.count = kernel, len(given)
+        ctx.kernel, ctx.count = kernel, len(inputs)
         ctx.sums = replace(sums, q=none, k=none, v=none, g=None)  # hooks may move large saved tensors
         return out
 
@@ -149,5 +149,5 @@ class _Differentiable(torch.autograd.Function):
         with full_precision(sums.q.device):
             grad = grads[0] if sums.stream is None else grads
             kept = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways
-            found = ctx.kernel.backward(sums, kept, grad, ctx.needs_input_grad[2:])
-        return None, None, *found
+            derivatives = ctx.kernel.backward(sums, kept, grad, ctx.needs_input_grad[2:])
+        return None, None, *derivatives

@@ -160,9 +160,9 @@ class Fading(Weights):
         return rows
 
     def carry(self, state: Tensor, added: Tensor, into: Tensor, *, back: bool = False) -> Tensor:
-        onward, wide = back == self.reverse, (*self.layout.leading, self.layout.count, -1)
+        onward, shape = back == self.reverse, (*self.layout.leading, self.layout.count, -1)
         first, far = (self.backward, self.earlier.mT) if back else (self.onward, self.earlier)
-        torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(wide))
+        torch.mul(state.flatten(-2).unsqueeze(-2), first, out=into.view(shape))
         shape = (len(far), self.layout.count, -1)
         into.view(shape).baddbmm_(far, added.view(shape))
         last = -1 if onward else 0
@@ -185,6 +185,30 @@ class ChunkScan(Scan):
     """Causal sums, or with `reverse` sums over later tokens."""
 
     weights: dict[Layout, list[Weights]] = field(default_factory=dict)
+
+    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
+        states: list[Tensor] = []
+        for n in self.order:
+            weights, q, k, v = self._read(n)
+            before = states or self._empty(k[0].shape[-1], v.shape[-1], k[-1].shape[-1])
+            total, denominator, states = self._sums(weights, q, k, v, before)
+            denominator = None if denominator is None else weights.layout.tokens(denominator)
+            yield n, weights.layout.tokens(total), denominator, before
+
+    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
+        grad_output.split(self.plan.sizes)
+        after = [torch.zeros_like(state) for state in states[0]]
+        for n, before in zip(reversed(self.order), reversed(states), strict=True):
+            here = slice(*self.plan.spans[n][:2])
+            weights, q, k, v = self._read(n)
+            grad, neg_grad = grad_output.rows(n, weights.layout, v.shape[-1], self.buffers)
+            grads, after = self._sums_backward(weights, q, k, v, before, grad, neg_grad, after)
+            for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
+                scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
+                sign = -1 if bool(m) != self.reverse else 1
+                whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0].to(whole.device), alpha=sign)
+            for operand, rows in zip(self.operands, grads, strict=True):
+                operand.vjp(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
 
     def _weights(self, span: Span) -> Weights:
         """Weights of a group, reused from an earlier group with equal decays, as constant decays have."""
@@ -213,15 +237,6 @@ class ChunkScan(Scan):
         span = self.plan.spans[n]
         q, k, (v,) = ([x.reshape(-1, span.chunk, x.shape[-1]) for x in o.read(n, span)] for o in self.operands)
         return self._weights(span), tuple(q), tuple(k), v
-
-    def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
-        states: list[Tensor] = []
-        for n in self.order:
-            weights, q, k, v = self._read(n)
-            before = states or self._empty(k[0].shape[-1], v.shape[-1], k[-1].shape[-1])
-            total, denominator, states = self._sums(weights, q, k, v, before)
-            denominator = None if denominator is None else weights.layout.tokens(denominator)
-            yield n, weights.layout.tokens(total), denominator, before
 
     def _sums(
         self, weights: Weights, q, k, v: Tensor, states: Sequence[Tensor]
@@ -256,21 +271,6 @@ class ChunkScan(Scan):
         before = torch.empty_like(added)
         after = weights.carry(state, added, before, back=back)
         return weights.layout.apart(before), after
-
-    def backward(self, grad_output: OutputGradient, states: Sequence[Sequence[Tensor]], grad_g: Sequence[Tensor]) -> None:
-        grad_output.split(self.plan.sizes)
-        after = [torch.zeros_like(state) for state in states[0]]
-        for n, before in zip(reversed(self.order), reversed(states), strict=True):
-            here = slice(*self.plan.spans[n][:2])
-            weights, q, k, v = self._read(n)
-            grad, neg_grad = grad_output.rows(n, weights.layout, v.shape[-1], self.buffers)
-            grads, after = self._sums_backward(weights, q, k, v, before, grad, neg_grad, after)
-            for m, whole in enumerate(grad_g):  # weights <q, k> exp(g_q - g_k): as if q and k were scaled
-                scale = sum((x * y).sum(-1, True) for x, y in zip((q, k)[m], grads[m], strict=True))
-                sign = -1 if bool(m) != self.reverse else 1
-                whole[..., here].add_(weights.layout.tokens(cast(Tensor, scale))[..., 0].to(whole.device), alpha=sign)
-            for operand, rows in zip(self.operands, grads, strict=True):
-                operand.vjp(n, self.plan.spans[n], [weights.layout.tokens(x) for x in rows])
 
     def _sums_backward(
         self, weights: Weights, q, k, v, states, grad: Tensor, neg_grad: Tensor | None, afters: Sequence[Tensor]

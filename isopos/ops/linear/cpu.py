@@ -94,8 +94,8 @@ def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[
         return (1, x.shape[-1]), [x.shape[-1]]
     token = Slices((ONE,) * (x.ndim - 3), ONE, ONE)
     with torch.no_grad():
-        found = [rows.shape[-1] for rows in features.part(token)(token.of(x, -3, -2))]
-    return (1, found[0]), found
+        sizes = [rows.shape[-1] for rows in features.part(token)(token.of(x, -3, -2))]
+    return (1, sizes[0]), sizes
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -138,51 +138,6 @@ class Pass:
         split.scratch = buffers("cpu scratch", split.threads, split.scratch_size).data_ptr()
         if split.parts > 1:
             split.totals = buffers("cpu totals", heads, split.parts, split.total_size).data_ptr()
-
-    def _parts(self) -> tuple[Input, ...]:
-        return self.call.q, self.call.k, self.call.v
-
-    def _parts_of_all(self) -> int:
-        """Parts per head: one if heads suffice for all threads, otherwise equally many for each thread."""
-        size, threads = self.call.size, self.call.split.threads
-        heads, chunks = size.all, -(-max(size.length, size.keys) // CHUNK)
-        if heads % threads == 0 or heads >= 4 * threads:
-            return 1
-        even = threads // math.gcd(heads, threads)
-        return min(chunks, even * -(-4 * threads // (heads * even)))
-
-    def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
-        """Describe an operand in `part`; returns the widths of its features and of its unrotated features (or 0)."""
-        x = operand.xs[self.n]
-        if closed is None:
-            features = operand.described(span)
-            closed = None if features is None else Closed.of(features, x)
-        if closed is None:
-            features = operand.read(self.n, span)
-            rows = [flat(_padded(x.resolve_neg())) for x in features]
-            self.rows.append(features)
-            self.alive += rows
-            part.x, part.numbers, part.width = view(rows[0]), rows[0].shape[-1], rows[0].shape[-1]
-            unrotated = 0
-            for x in rows[1:]:
-                part.unrotated, unrotated = view(x), x.shape[-1]
-            return part.width, unrotated
-        self.rows.append(None)
-        out, alive = closed.describe(part, x)
-        self.alive += alive
-        return out, part.width if closed.unrotated else 0
-
-    def _prepare(self, g: Decays, states: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        call = self.call
-        if g is not None:
-            decays = [x[..., None] for x in g]  # of all tokens, since the token before the group is read, too
-            self.alive += decays
-            call.decay = Decay(*(view(x) for x in decays))
-            for rows in (call.decay.query, call.decay.key):
-                rows.first += 8 * rows.token * self.span.start
-        call.state = State(states[0].data_ptr(), states[-1].data_ptr())
-        if saved:
-            call.saved = State(saved[0].data_ptr(), saved[-1].data_ptr())
 
     def forward(
         self,
@@ -241,6 +196,51 @@ class Pass:
             for table in grads_of if rows is None else ():
                 operand.vjp_table(span, table)
         return grad_g
+
+    def _parts(self) -> tuple[Input, ...]:
+        return self.call.q, self.call.k, self.call.v
+
+    def _parts_of_all(self) -> int:
+        """Parts per head: one if heads suffice for all threads, otherwise equally many for each thread."""
+        size, threads = self.call.size, self.call.split.threads
+        heads, chunks = size.all, -(-max(size.length, size.keys) // CHUNK)
+        if heads % threads == 0 or heads >= 4 * threads:
+            return 1
+        even = threads // math.gcd(heads, threads)
+        return min(chunks, even * -(-4 * threads // (heads * even)))
+
+    def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
+        """Describe an operand in `part`; returns the widths of its features and of its unrotated features (or 0)."""
+        x = operand.xs[self.n]
+        if closed is None:
+            features = operand.described(span)
+            closed = None if features is None else Closed.of(features, x)
+        if closed is None:
+            features = operand.read(self.n, span)
+            rows = [flat(_padded(x.resolve_neg())) for x in features]
+            self.rows.append(features)
+            self.alive += rows
+            part.x, part.numbers, part.width = view(rows[0]), rows[0].shape[-1], rows[0].shape[-1]
+            unrotated = 0
+            for x in rows[1:]:
+                part.unrotated, unrotated = view(x), x.shape[-1]
+            return part.width, unrotated
+        self.rows.append(None)
+        out, alive = closed.describe(part, x)
+        self.alive += alive
+        return out, part.width if closed.unrotated else 0
+
+    def _prepare(self, g: Decays, states: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+        call = self.call
+        if g is not None:
+            decays = [x[..., None] for x in g]  # of all tokens, since the token before the group is read, too
+            self.alive += decays
+            call.decay = Decay(*(view(x) for x in decays))
+            for rows in (call.decay.query, call.decay.key):
+                rows.first += 8 * rows.token * self.span.start
+        call.state = State(states[0].data_ptr(), states[-1].data_ptr())
+        if saved:
+            call.saved = State(saved[0].data_ptr(), saved[-1].data_ptr())
 
     def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None, span: Span) -> list[Tensor]:
         """Set where gradients of an operand go; returns the buffers for gradients of its table or of its features."""
@@ -394,6 +394,31 @@ class Cpu(ScanKernel):
     def serves(self, sums: Sums) -> str:
         return self._refuses(sums) or ("" if torch.compiler.is_compiling() else library.absent())
 
+    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
+        """The plan of the operands, uncut if the C kernel computes all features."""
+        if "closed" not in sums.notes:
+            sums.notes["closed"] = _closed(operands)
+        return Plan(sums.q, cut=not all(sums.notes["closed"]))
+
+    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
+        denominator = sums.denominator is not None
+        every = not sums.causal and g is None
+        directions = (False,) if sums.causal or every else (False, True)
+        return [CpuScan(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
+
+    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+        sums.notes["finite"] = True
+        return super().forward(sums, needs)
+
+    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        watched = library.unreadable(*sums.tensors, *saved, grad)  # or hooks have unpacked other saved tensors
+        if watched:  # the saved states belong to other groups
+            return CHUNKS.backward(sums, CHUNKS.forward(sums, needs)[1], grad, needs)
+        return super().backward(sums, saved, grad, needs)
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return super().run(sums) if sums.stream is None else self._step(sums)
+
     def _refuses(self, sums: Sums) -> str:
         """Why it would not serve a problem if it was installed, or ""."""
         if sums.dtype != torch.float32:
@@ -445,31 +470,6 @@ class Cpu(ScanKernel):
         lib = library.libraries()[0].get(library.lanes())
         sums.notes["step"] = lib, known, Call(Sizes(math.prod(leading), leading[-1], 1, 1, d, e, unrotated), floor=EPS)
         return ""
-
-    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
-        """The plan of the operands, uncut if the C kernel computes all features."""
-        if "closed" not in sums.notes:
-            sums.notes["closed"] = _closed(operands)
-        return Plan(sums.q, cut=not all(sums.notes["closed"]))
-
-    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
-        denominator = sums.denominator is not None
-        every = not sums.causal and g is None
-        directions = (False,) if sums.causal or every else (False, True)
-        return [CpuScan(operands, plan, g, buffers, denominator, reverse, sums.notes, every) for reverse in directions]
-
-    def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
-        sums.notes["finite"] = True
-        return super().forward(sums, needs)
-
-    def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        watched = library.unreadable(*sums.tensors, *saved, grad)  # or hooks have unpacked other saved tensors
-        if watched:  # the saved states belong to other groups
-            return CHUNKS.backward(sums, CHUNKS.forward(sums, needs)[1], grad, needs)
-        return super().backward(sums, saved, grad, needs)
-
-    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return super().run(sums) if sums.stream is None else self._step(sums)
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output ``[*b h 1 e]`` of the next token of a stream, and the sums after it."""

@@ -104,9 +104,9 @@ class Features(NamedTuple):
 
     def table(self, needs: Sequence[bool]) -> int | None:
         """Index in `tensors` of the table of a rotation or a lift, if it alone needs a gradient; otherwise None."""
-        found, kinds = [n for n, need in enumerate(needs) if need], self.kinds or ()
-        known = len(found) == 1 and self.direct and found[0] < len(kinds) and kinds[found[0]] in ("rotation", "lift")
-        return found[0] if known else None
+        needed, kinds = [n for n, need in enumerate(needs) if need], self.kinds or ()
+        fused = len(needed) == 1 and self.direct and needed[0] < len(kinds) and kinds[needed[0]] in ("rotation", "lift")
+        return needed[0] if fused else None
 
     def closed(self) -> tuple[str, Tensor | None, Tensor | None] | None:
         """Kind, table and normal of a map with at most one reflection, then at most one table ("none" without a table).

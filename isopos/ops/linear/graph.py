@@ -42,8 +42,8 @@ def _linear_sum_backward(
 ) -> list[Tensor]:
     (kernel, sums), needs = _ready(q, k, v, g_q, g_k, causal), (True,) * 5
     with full_precision(q.device):
-        found = kernel.backward(sums, kernel.forward(sums, needs)[1], grad, needs)
-    return [x for x in found if x is not None]
+        grads = kernel.backward(sums, kernel.forward(sums, needs)[1], grad, needs)
+    return [x for x in grads if x is not None]
 
 
 @_linear_sum_backward.register_fake

@@ -129,14 +129,6 @@ class Operand:
         part.grad = None if self.grad is None else slices.of(self.grad, -3, -2)
         return part
 
-    def _grads(self, slices: Slices) -> list[Tensor | None]:
-        """Views of `grads` for some tokens, heads and samples."""
-        if not any(self.needs):
-            return [None] * len(self.needs)
-        pairs = zip(self.features.tensors, self.grads, strict=True)
-        views = self.features.replace([tensor if grad is None else grad for tensor, grad in pairs]).part(slices).tensors
-        return [view if need else None for view, need in zip(views, self.needs, strict=True)]
-
     def split(self, sizes: Sequence[int]) -> None:
         """Split tokens into chunk groups."""
         self.xs = split(self.x, sizes)
@@ -189,13 +181,21 @@ class Operand:
         else:
             self.grad_xs[n].add_(grad_x)
 
+    def _grads(self, slices: Slices) -> list[Tensor | None]:
+        """Views of `grads` for some tokens, heads and samples."""
+        if not any(self.needs):
+            return [None] * len(self.needs)
+        pairs = zip(self.features.tensors, self.grads, strict=True)
+        views = self.features.replace([tensor if grad is None else grad for tensor, grad in pairs]).part(slices).tensors
+        return [view if need else None for view, need in zip(views, self.needs, strict=True)]
+
 
 def operands_of(sums: Sums, needs: Sequence[bool]) -> tuple[list[Operand], Buffers]:
     """The inputs with their features, and shared buffers; `needs` as in `Kernel.forward`."""
-    rest, buffers, found = iter(needs[5:]), Buffers(sums.q, sums.dtype), []
+    rest, buffers, result = iter(needs[5:]), Buffers(sums.q, sums.dtype), []
     for x, features in zip(sums.inputs, sums.features, strict=True):
-        found.append(Operand(x, features, [next(rest) for _ in features.tensors], Buffers(x, buffers.dtype, buffers)))
-    return found, buffers
+        result.append(Operand(x, features, [next(rest) for _ in features.tensors], Buffers(x, buffers.dtype, buffers)))
+    return result, buffers
 
 
 class OutputGradient:
@@ -287,15 +287,6 @@ class ScanKernel(Kernel, ABC):
         """The plan of the operands."""
         return Plan(sums.q)
 
-    def _scans(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Slices, list[Scan]]]:
-        plan = self.plan(sums, operands)
-        for slices in plan.slices:
-            g = None
-            if sums.g is not None:
-                keys = slices.of(sums.g[1], -2, -1)
-                g = (keys if sums.g[0] is sums.g[1] else slices.of(sums.g[0], -2, -1), keys)
-            yield slices, self.scans([operand.at(slices) for operand in operands], plan, g, buffers, sums)
-
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         divide, keep, e = sums.denominator == "divide", any(needs), sums.v.shape[-1]
         operands, buffers = sums.notes.get("operands") or operands_of(sums, needs)
@@ -319,6 +310,15 @@ class ScanKernel(Kernel, ABC):
             _backward(scans, grad_output.at(slices), states, [slices.of(x, -2, -1) for x in grad_g])
         of_tensors = [x for operand in operands for x in operand.grads]
         return [*(operand.grad for operand in operands), *(grad_g or (None, None)), *of_tensors]
+
+    def _scans(self, sums: Sums, operands: Sequence[Operand], buffers: Buffers) -> Iterator[tuple[Slices, list[Scan]]]:
+        plan = self.plan(sums, operands)
+        for slices in plan.slices:
+            g = None
+            if sums.g is not None:
+                keys = slices.of(sums.g[1], -2, -1)
+                g = (keys if sums.g[0] is sums.g[1] else slices.of(sums.g[0], -2, -1), keys)
+            yield slices, self.scans([operand.at(slices) for operand in operands], plan, g, buffers, sums)
 
 
 def _forward(scans: Sequence[Scan], out: Tensor, denominator: Tensor, *, divide: bool, keep: bool) -> list[Tensor]:
