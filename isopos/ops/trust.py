@@ -21,7 +21,7 @@ import torch
 
 TRITON = ("3.6", "3.7")  # versions of Triton with which the kernels compile and are interpreted
 PTXAS = (13, 3)  # the first ptxas without a known fault for sm_90 that concerns the kernels
-NEWER = (13, 1)  # the first one that is better for sm_90 than those that Triton uses there
+NEWER = (13, 1)  # the first one that is better for sm_90 than the versions in use by Triton there
 HOPPER = 9  # first number of its compute capability
 PATH, RESULTS = "TRITON_PTXAS_PATH", "ISOPOS_GPU_CHECK"  # environment variables: another ptxas, the file of results
 OPERATIONS = ("attention", "rotation", "step")

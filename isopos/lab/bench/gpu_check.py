@@ -106,7 +106,7 @@ class Worker:
         return {"row": name, "status": "failed", "wrong": why}
 
     def stop(self) -> None:
-        """End the process, and those that it has started."""
+        """End the process and its children."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -219,7 +219,7 @@ def read(path: Path) -> dict[str, Result]:
 
 
 def _aside(result: Mapping[str, Any]) -> str:
-    """What a line of the output says beside the row."""
+    """What a line of the output says after the row."""
     if said := result.get("wrong") or result.get("absent"):
         return f": {said}"
     if errors := result.get("errors"):
