@@ -182,7 +182,7 @@ SECONDS = {  # rounds; the last one of short lacks a row, and nobody timed Ours 
 
 @pytest.mark.parametrize("kind", ["speed", "latency"])
 def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: path.touch())
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
     (tmp_path / "toy.toml").write_text(TIMED.format(kind=kind))
     about = {"scale": "small", "commands": ["isopos table a"], "seeds": 1, "machine": "a machine"}
     (tmp_path / "about.json").write_text(json.dumps(about | {"corpora": dict.fromkeys(SECONDS, "random tokens")}))

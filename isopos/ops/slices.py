@@ -16,13 +16,18 @@ class Slices(NamedTuple):
     tokens: slice
 
     def of(self, x: Tensor, heads: int | None, tokens: int | None) -> Tensor:
-        """The view of x, with these axes counted from the end and batch axes before both. Axes of length 1 broadcast."""
+        """The view of x, with these axes counted from the end and batch axes before both.
+
+        Axes of length 1 broadcast, except to no element.
+        """
         axes = [(axis, part) for axis, part in ((heads, self.heads), (tokens, self.tokens)) if axis is not None]
         first = min(axes[0][0], axes[-1][0])
         axes += [(first - 1 - n, part) for n, part in enumerate(reversed(self.batch))]
         for axis, part in axes:
-            if part.start is not None and -axis <= x.ndim and 1 < x.shape[axis] != part.stop - part.start:
-                x = x.narrow(axis, part.start, part.stop - part.start)
+            if part.start is not None and -axis <= x.ndim:
+                size = part.stop - part.start
+                if x.shape[axis] != size and (x.shape[axis] > 1 or size == 0):
+                    x = x.narrow(axis, part.start if size else 0, size)
         return x
 
 
