@@ -194,7 +194,7 @@ def _between(group: Group, a: Any, b: Any) -> Relative:
 
 
 def _length(group: Group, t: Relative) -> float:
-    """Steps of a relative position: the distance of its ends."""
+    """Number of steps of a relative position."""
     match group:
         case Ring():
             return min(t, group.period - t)
@@ -291,7 +291,7 @@ def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
 
 
 def _of_whole(encoding: Coupling) -> Kernel:
-    """W(t) of an encoding that is not composed of others."""
+    """W(t) of an encoding without parts."""
     d = encoding.features
     match encoding:
         case encodings.Rotary():
@@ -337,7 +337,7 @@ def _skew_of_axes(encoding: generators.Circulant | generators.Commuting | genera
 
 
 def _extended(encoding: encodings.Encoding, axes: Tensor) -> Tensor:
-    """Skew matrices ``[h c d d]`` that commute, whose planes turn as the extension of an encoding has them."""
+    """Commuting skew matrices ``[h c d d]``, with the rotation rates of an encoding's extension."""
     if encoding.extension is None:
         return axes
     mix = torch.arange(1.0, axes.shape[1] + 1, dtype=torch.float64).sqrt()[:, None, None]

@@ -18,13 +18,13 @@ TOKENS, D, E = 70, 12, 9
 
 
 def drawn(dtype):
-    """Inputs without a random generator, whose numbers are of its version."""
+    """Inputs from sine waves. The numbers of random generators depend on their version."""
     waves = [torch.arange(2 * TOKENS * n, dtype=torch.float64).mul(step).sin() for n, step in ((D, 0.7), (D, 1.1), (E, 1.7))]
     return [x.reshape(1, 2, TOKENS, -1).to(dtype).requires_grad_() for x in waves]
 
 
 def numbers(attend, dtype):
-    """Outputs and gradients of some schemes, as sums by waves: a few numbers that all others count in."""
+    """Weighted sums of the outputs and gradients of some schemes. Every element has a nonzero weight."""
     found = {}
     for name in ("rope", "retnet", "permuteformer", "none"):
         for causal in (True, False):

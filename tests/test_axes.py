@@ -83,7 +83,7 @@ def test_golden_directions_turn_by_the_golden_ratio_on_through_the_heads():
 
 @each("axes", [2, 3, 4])
 def test_golden_directions_favour_none(axes):
-    """Their second moments are those of the uniform distribution."""
+    """Second moments of the directions equal the moments of the uniform distribution."""
     w = frequency(schemes.rope_golden(64, 32, axes=axes, base=1.0)).transpose(1, 2).flatten(0, 1)
     close(w.norm(dim=-1), torch.ones(1024).double())
     moments = (w[:, :, None] * w[:, None]).mean(0)

@@ -388,7 +388,7 @@ def test_threads_change_nothing():
 
 @pytest.fixture(params=library.LANES)
 def each_library(request, monkeypatch):
-    """Each library by itself: a processor with AVX512 also runs the library of AVX2."""
+    """Run a test with each library alone. A processor with AVX512 also runs the AVX2 library."""
     found, lanes = library.libraries()[0], library.LANES[request.param]
     if lanes not in found:
         pytest.skip(f"this machine has no {request.param}")
@@ -491,7 +491,7 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 @NEEDED
 @each("causal", [True, False])
 def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
-    """For a permutation without whole vectors, after a reflection."""
+    """The map is a reflection, then a permutation whose size is no multiple of the vector width."""
     draw = torch.Generator().manual_seed(1)
     normal = F.normalize(torch.randn(2, 1, 20, generator=draw), dim=-1)
     index = torch.rand(2, 70, 20, generator=draw).argsort(-1).to(torch.uint8)
