@@ -91,12 +91,12 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
       ahead of phi, and the primitives give the products of what phi takes: scores where phi is the identity. Another phi
       leaves no bilinear form.
     - Where softmax attention has magnitudes (PoPE), q and k stand for them.
-    - Stochastic encodings are relative in expectation over their noise; their W is that of the expectation.
+    - Stochastic encodings are relative in expectation over their noise; W is the expectation's.
     - Pairs with class tokens have a constant W where a term treats them apart.
 
     Raises:
         ValueError: For embeddings and steps of keys.
-        TypeError: For other parts that are not known here, as those of absolute encodings.
+        TypeError: For unknown parts, such as absolute encodings.
 
     Examples:
         >>> import isopos
@@ -498,7 +498,7 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
 
 
 def _t5_bucket(bias: biases.T5, t: int) -> int:
-    """Raffel et al.: the number of buckets that begin at or below the distance, after those of the other direction."""
+    """Bucket of Raffel et al.: count the bucket starts up to the distance; the other direction's buckets come first."""
     after = bias.parameter.shape[-1] // 2 if bias.bidirectional and t > 0 else 0
     return after + _begun(bias.starts, abs(t) if bias.bidirectional else max(-t, 0))
 

@@ -394,7 +394,7 @@ def each(
 def grouped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Decorator:
     """Parametrise a test by families of presets, with rows (preset, name, arguments).
 
-    The family's presets are in the name of the run, so that `-k` finds those of one preset.
+    The name of a run lists the presets of the family, so `-k` finds each preset.
     """
     families: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {}
     for row in rows:

@@ -17,7 +17,7 @@ FUNCTIONS = ["sizes", "groups", "scratch_size", "features", *CALLS]
 
 
 class Emulated:
-    """Functions of the kernel that run in a process of its own, on copies of the memory that a call points to.
+    """Functions of the kernel, which run in a separate process on copies of the memory of their arguments.
 
     Args:
         instructions: What the kernel is built for: "NEON" or "SSE2".

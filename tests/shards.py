@@ -103,9 +103,9 @@ class Whole:
         return y.detach(), [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
 
     def compare(self, group: Any, lengths: Sequence[int], error: float) -> None:
-        """Assert that a member's shard of outputs and all gradients is that of the whole, to an error of its size.
+        """Assert that a member's shard of outputs, and all gradients, equal the whole's, up to a relative error.
 
-        In float32 the whole is that of float64, and four times the error that one process has in float32 is added.
+        In float32 the reference is float64, and the tolerance adds four times the float32 error of one process.
         """
         member = getattr(group, "group", group)
         part = Shards(group, lengths[member.rank()], CPU).index

@@ -1,7 +1,7 @@
 """A short check of an installed isopos against stored float64 numbers: `python tests/smoke.py [INSTRUCTIONS]`.
 
-Whole sequences, their gradients and steps of a stream, in float32. INSTRUCTIONS say which library has to serve: "AVX2". With
---write the numbers are those of the definition, in float64. It needs torch and isopos alone.
+It checks whole sequences, gradients and steps of a stream in float32. INSTRUCTIONS names the library that must serve, such
+as "AVX2". --write stores the numbers of the definition in float64. The check needs only torch and isopos.
 """
 
 import json

@@ -39,7 +39,7 @@ ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case i
 def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
     """The structure of a scheme: nested types of its arguments, and its options.
 
-    But for the arguments named by `apart`, which a test crosses with the others.
+    It excludes the arguments named by `apart`, which a test combines with the others.
     """
     group = scheme.group
     x = sequence(2) if group.columns == 1 else group.origin(2)

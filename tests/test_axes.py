@@ -31,7 +31,7 @@ def scores(scheme, q, k, x):
 
 @each("scheme", OF_AXES)
 def test_coordinates_may_be_real(scheme):
-    """Scores see real differences, and those of integers are what integers give."""
+    """Scores depend on real differences. Real coordinates with integer values give the scores of integers."""
     q, k, _ = inputs(t=9, d=12)
     x, by = 20 * torch.randn(9, 3, dtype=torch.float64), torch.tensor([0.3, -7.2, 1e3], dtype=torch.float64)
     close(scores(scheme, q, k, x + by), scores(scheme, q, k, x))

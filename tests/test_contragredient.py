@@ -73,7 +73,7 @@ def test_order_one_without_growth_is_rope():
 
 @each("growth", [0.0, 0.05])
 def test_alibi_is_an_additive_generator_on_lifted_features(growth):
-    """[[0, 1], [0, 0]] between a query's slope and a key's one is slope * (y - x), beside any other representation."""
+    """The generator [[0, 1], [0, 0]] between a query's slope and a key's 1 adds slope * (y - x) to any representation."""
     (q, k, v), slope, x = inputs(2, t=9), isopos.alibi(4, HEADS).decay.rate, sequence(9) + 40
     rest = Jordan(torch.full((HEAD_DIM,), growth))
     pair = ContragredientSum([rest, Jordan(torch.zeros(1), order=2, length=64.0)], shared=True)

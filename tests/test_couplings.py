@@ -267,7 +267,7 @@ DRAWS = 600
 
 
 def draws_of(make):
-    """Scores ``[draw t]`` of one query and key at offsets, from seeds 0, 1, ...; the parameters are those of one."""
+    """Scores ``[draw t]`` of one query and key at offsets, for seeds 0, 1, ... with the same parameters."""
     q, k = torch.randn(2, 1, HEADS, T, 3, dtype=torch.float64)
     state, found = perturb(make(0)).state_dict(), []
     x, y = X, X + torch.tensor([0, 1, -2, 3, -8])[:, None]

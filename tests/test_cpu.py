@@ -96,7 +96,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
     ids=str,
 )
 def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
-    """With sums in float32, outputs and gradients equal those of the same numbers in float64, rounded."""
+    """Sums are float32. Outputs and gradients equal rounded results for the same numbers in float64."""
     d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
@@ -151,7 +151,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 @NEEDED
 @each("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
-    """However threads divide the work, results equal those of one thread, and of float64."""
+    """For any division among threads, results equal the results of one thread and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
     draw = torch.Generator().manual_seed(1)
     *inputs, grad = with_edges(*(torch.randn(b, h, t, n, generator=draw) for n in (d, d, e, e)))
@@ -738,7 +738,7 @@ def test_threads_may_have_small_stacks():
 @NEEDED
 @each("bad", [False, True])
 def test_large_results_are_written_past_the_caches(bad):
-    """Only in memory that was used before; results equal those of fresh memory, or of few tokens."""
+    """Only in reused memory. Results equal the results in fresh memory, or of few tokens."""
     inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)
     if bad:
         inputs[2, 0, 1, 4100, 3] = torch.nan

@@ -111,9 +111,9 @@ def decodes(case, options, dtype):
 
 
 def half_of(case, kind):
-    """Every second choice, in float32, which has all ways of decoding, and in alternating other dtypes.
+    """Run every second choice in float32, which has all ways of decoding, and in alternating other dtypes.
 
-    Of two structures side by side one has the other half, so that each choice meets every second structure.
+    Adjacent structures have different halves, so each choice runs with every second structure.
     """
     pairs = list(zip(choices_of(kind, FEATURE_MAPS), itertools.cycle((torch.float64, torch.bfloat16)), strict=False))
     chosen = pairs[ROWS.index((case, kind)) % 2 :: 2] if kind == "linear" else pairs

@@ -170,7 +170,7 @@ def test_a_full_disk_hinders_no_lock(tmp_path, monkeypatch):
 
 
 def _in_a_thread(call):
-    """Raises what the call raises in another thread, which has locks of its own."""
+    """Run a call in another thread, which has separate locks, and raise its error."""
     found = []
 
     def work():
