@@ -1,10 +1,10 @@
-"""LRPE's canonical form of every relative scheme, as dense matrices: a derivation that calls none of its operations.
+"""LRPE's canonical form of every relative scheme as dense matrices, without using the scheme's operations.
 
     score(q at x, k at y) = sum_l q̂_l^H W_l(x^-1 y) k̂_l,    q̂ = A q + a,  k̂ = B k + b            (LRPE, Eq. 6)
 
-Every W is written down from the scheme's parameters the way its paper does, by exponentials and powers of generators, in
-float64, one relative position at a time. It is slow, and meant to be read: a scheme's fast isometries, terms and decays are
-tested against it.
+Each W is computed from the scheme's parameters as in its paper, by exponentials and powers of generators in float64, one
+relative position at a time. The code is slow and meant to be read. The tests compare it with fast isometries, terms and
+decays.
 """
 
 import math

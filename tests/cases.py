@@ -1,6 +1,6 @@
-"""The case table: a new scheme adds a row to `SCHEMES` and inherits every law, and so does its encoding.
+"""The case table. All tests of schemes and encodings run over the rows of `SCHEMES`.
 
-Also what the tests share: the tolerance, random inputs and positions, and the definitions.
+It also has shared helpers: the tolerance, random inputs and positions, and the definitions.
 """
 
 import contextlib

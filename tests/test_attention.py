@@ -1,4 +1,4 @@
-"""The attention module: projections around a scheme."""
+"""Test the attention module: projections and a scheme."""
 
 import copy
 import dataclasses

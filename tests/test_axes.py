@@ -1,4 +1,4 @@
-"""Schemes whose pairs of features rotate by frequencies over several axes."""
+"""Test schemes with rotation frequencies over several axes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Clipped relative terms: the sums of `isopos.ops.clipped` against their definition."""
+"""Test clipped relative terms: the sums of `isopos.ops.clipped` against their definition."""
 
 import math
 from fractions import Fraction

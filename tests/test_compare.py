@@ -1,4 +1,4 @@
-"""`isopos compare` end to end at a tiny size, through the command line."""
+"""Test `isopos compare` end to end at a tiny size, through the command line."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""From softmax to linear attention in models of transformers: schemes in them, attention transfer, and `isopos convert`."""
+"""Test conversion from softmax to linear attention: schemes in models, attention transfer, and `isopos convert`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The C kernel compared with the PyTorch operations that it replaces, and with float64."""
+"""Test the C kernel against the PyTorch operations that it replaces, and against float64."""
 
 import math
 import os

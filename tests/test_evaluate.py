@@ -1,4 +1,4 @@
-"""Perplexity."""
+"""Test perplexity."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Positions of patches and of frames, compared with the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
+"""Test positions of patches and frames against the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
 
 import math
 

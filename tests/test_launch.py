@@ -1,4 +1,4 @@
-"""`isopos train`, `eval` and `runs` through the command line, in one process."""
+"""Test `isopos train`, `eval` and `runs` through the command line, in one process."""
 
 import io
 import json

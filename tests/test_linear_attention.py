@@ -1,4 +1,4 @@
-"""`linear_attention` compared with its definition, and properties that it shares with `softmax_attention`."""
+"""Test `linear_attention` against its definition, and properties that it shares with `softmax_attention`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The C kernel of other machines and compilers compared with the definition in float64, in an emulator where needed."""
+"""Test the C kernel of other machines and compilers against the definition in float64, in an emulator if necessary."""
 
 import ctypes
 import subprocess

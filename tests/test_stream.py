@@ -1,4 +1,4 @@
-"""Streams: the numbers of attention, token by token and chunk by chunk, on every code path."""
+"""Test that streams equal attention, token by token and chunk by chunk, on every code path."""
 
 import copy
 import itertools

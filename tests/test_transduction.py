@@ -1,4 +1,4 @@
-"""Transduction: random symbols, texts in files, batches, teacher forcing and free decoding, and the commands."""
+"""Test transduction: random symbols, text files, batches, teacher forcing, free decoding, and the commands."""
 
 import gzip
 import pickle

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled ahead of time for NVIDIA GPUs, on a machine without one."""
+"""Ahead-of-time compilation of the Triton kernels for NVIDIA GPUs, on a machine without a GPU."""
 
 import os
 import re

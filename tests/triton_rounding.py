@@ -1,4 +1,4 @@
-"""Triton's kernels of linear attention with the arithmetic of tensor cores, emulated by its interpreter on a CPU.
+"""Emulation of tensor cores in Triton's interpreter on a CPU, for the kernels of linear attention.
 
     TRITON_INTERPRET=1 ISOPOS_TRITON=1 python tests/triton_rounding.py      # the table of docs/gpu.md
 
