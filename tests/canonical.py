@@ -1,10 +1,10 @@
-"""LRPE's canonical form of every relative scheme, as dense matrices: a derivation that calls none of its operations.
+"""LRPE's canonical form of every relative scheme as dense matrices, without using the scheme's operations.
 
     score(q at x, k at y) = sum_l q̂_l^H W_l(x^-1 y) k̂_l,    q̂ = A q + a,  k̂ = B k + b            (LRPE, Eq. 6)
 
-Every W is written down from the scheme's parameters the way its paper does, by exponentials and powers of generators, in
-float64, one relative position at a time. It is slow, and meant to be read: a scheme's fast isometries, terms and decays are
-tested against it.
+Each W is computed from the scheme's parameters as in its paper, by exponentials and powers of generators in float64, one
+relative position at a time. The code is slow and meant to be read. The tests compare it with fast isometries, terms and
+decays.
 """
 
 import math
@@ -91,12 +91,12 @@ def canonical(scheme: Scheme) -> tuple[Primitive, ...]:
       ahead of phi, and the primitives give the products of what phi takes: scores where phi is the identity. Another phi
       leaves no bilinear form.
     - Where softmax attention has magnitudes (PoPE), q and k stand for them.
-    - Stochastic encodings are relative in expectation over their noise; their W is that of the expectation.
+    - Stochastic encodings are relative in expectation over their noise; W is the expectation's.
     - Pairs with class tokens have a constant W where a term treats them apart.
 
     Raises:
         ValueError: For embeddings and steps of keys.
-        TypeError: For other parts that are not known here, as those of absolute encodings.
+        TypeError: For unknown parts, such as absolute encodings.
 
     Examples:
         >>> import isopos
@@ -194,7 +194,7 @@ def _between(group: Group, a: Any, b: Any) -> Relative:
 
 
 def _length(group: Group, t: Relative) -> float:
-    """Steps of a relative position: the distance of its ends."""
+    """Number of steps of a relative position."""
     match group:
         case Ring():
             return min(t, group.period - t)
@@ -291,7 +291,7 @@ def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
 
 
 def _of_whole(encoding: Coupling) -> Kernel:
-    """W(t) of an encoding that is not composed of others."""
+    """W(t) of an encoding without parts."""
     d = encoding.features
     match encoding:
         case encodings.Rotary():
@@ -337,7 +337,7 @@ def _skew_of_axes(encoding: generators.Circulant | generators.Commuting | genera
 
 
 def _extended(encoding: encodings.Encoding, axes: Tensor) -> Tensor:
-    """Skew matrices ``[h c d d]`` that commute, whose planes turn as the extension of an encoding has them."""
+    """Commuting skew matrices ``[h c d d]``, with the rotation rates of an encoding's extension."""
     if encoding.extension is None:
         return axes
     mix = torch.arange(1.0, axes.shape[1] + 1, dtype=torch.float64).sqrt()[:, None, None]
@@ -498,7 +498,7 @@ def _of_bias(bias: biases.RelativeBias, d: int, scale: float, phi: Phi) -> list[
 
 
 def _t5_bucket(bias: biases.T5, t: int) -> int:
-    """Raffel et al.: the number of buckets that begin at or below the distance, after those of the other direction."""
+    """Bucket of Raffel et al.: count the bucket starts up to the distance; the other direction's buckets come first."""
     after = bias.parameter.shape[-1] // 2 if bias.bidirectional and t > 0 else 0
     return after + _begun(bias.starts, abs(t) if bias.bidirectional else max(-t, 0))
 

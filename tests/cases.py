@@ -1,6 +1,6 @@
-"""The case table: a new scheme adds a row to `SCHEMES` and inherits every law, and so does its encoding.
+"""The case table. All tests of schemes and encodings run over the rows of `SCHEMES`.
 
-Also what the tests share: the tolerance, random inputs and positions, and the definitions.
+It also has shared helpers: the tolerance, random inputs and positions, and the definitions.
 """
 
 import contextlib
@@ -394,7 +394,7 @@ def each(
 def grouped(rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Decorator:
     """Parametrise a test by families of presets, with rows (preset, name, arguments).
 
-    The family's presets are in the name of the run, so that `-k` finds those of one preset.
+    The name of a run lists the presets of the family, so `-k` finds each preset.
     """
     families: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {}
     for row in rows:

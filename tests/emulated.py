@@ -1,4 +1,4 @@
-"""The C kernel of another machine, or another compiler, in a process of its own: a library as `ctypes` gives one."""
+"""The C kernel for another machine or by another compiler, in a separate process, with the interface of `ctypes`."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ FUNCTIONS = ["sizes", "groups", "scratch_size", "features", *CALLS]
 
 
 class Emulated:
-    """Functions of the kernel that run in a process of its own, on copies of the memory that a call points to.
+    """Functions of the kernel, which run in a separate process on copies of the memory of their arguments.
 
     Args:
         instructions: What the kernel is built for: "NEON" or "SSE2".
@@ -60,7 +60,7 @@ class Emulated:
         self.exchange(name, bytes(call), list(addresses_of(type(call))), memory)
 
     def exchange(self, name: str, argument: bytes, places: list[int], memory: list[tuple[int, int]]) -> bytes:
-        """Call a function with what addresses in its argument point to, and take all that it wrote."""
+        """Call a function with copies of the memory of its argument, and copy the results back."""
         blocks, pointers = {}, []
         for place in places:
             (address,) = struct.unpack_from("q", argument, place)
@@ -99,5 +99,5 @@ def addresses_of(kind: type[ctypes.Structure], start: int = 0):
 
 
 def absent(*commands: str) -> str:
-    """Which of these programs are not installed, or ""."""
+    """Names of the programs that are not installed, or ""."""
     return ", ".join(name for name in commands if shutil.which(name) is None)

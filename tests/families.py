@@ -1,4 +1,4 @@
-"""Models of transformers that `isopos.integrations.transformers.patch` serves, as tiny random ones, a row each.
+"""Tiny random models of transformers, one row per family that `isopos.integrations.transformers.patch` supports.
 
 docs/transformers.md lists them; tests/test_transformers_families.py runs over them.
 """
@@ -39,7 +39,7 @@ class Family:
     sizes: dict[str, Any] = field(default_factory=lambda: SIZES)
 
     def make(self, **options: Any) -> Any:
-        """A random model, with weights so large that positions matter to what it returns."""
+        """A random model with large weights, so that its outputs depend on positions."""
         import transformers
 
         torch.manual_seed(0)

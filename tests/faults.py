@@ -1,4 +1,4 @@
-"""Faults of the field as small patches of tiny models, most with a public source; the audit names every one.
+"""Known faults of position code as small patches of tiny models, most with a public source. The audit finds each.
 
 `LAYERS` are faults of a torch layer, `MODELS` of models of transformers. A fault may trip more checks than the one it is
 listed with. `SOUND` are models of transformers 5 in which nothing is broken.
@@ -277,7 +277,7 @@ LAYERS = [
 
 
 def audited(fault):
-    """The report of an audit of a fault."""
+    """The audit report of a fault."""
     from isopos.audit import audit
 
     made = fault.make()
@@ -620,7 +620,7 @@ def setattr_of(made, factor):
 
 
 class CachedByLength(Rope):
-    """Tables are cached by length, whatever their first position."""
+    """Tables are cached by length, independently of their first position."""
 
     def angles(self, positions, x, mask):
         kept = self.__dict__.setdefault("kept", {})

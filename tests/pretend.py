@@ -1,4 +1,4 @@
-"""A device without float64, pretended: tensors that say they are on it, and are computed on the CPU."""
+"""A simulated device without float64: its tensors report that device and compute on the CPU."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}  # what
 
 
 def narrow(x: Tensor) -> Tensor:
-    """Positions that the device can hold."""
+    """Positions in a dtype of the device."""
     return x.float() if x.dtype in WIDE else x
 
 
 class There(Tensor):
-    """A tensor on the pretended device, which holds the one on the CPU."""
+    """A tensor of the simulated device, with its CPU tensor in `held`."""
 
     held: Tensor
 
@@ -43,9 +43,9 @@ class There(Tensor):
 
 
 class WithoutFloat64(TorchDispatchMode):
-    """Within it the device exists: tensors are made there and moved there, and no operation has float64 or two devices.
+    """A mode in which the device exists. An operation with float64 or with tensors of two devices raises an error.
 
-    What is known of the device is forgotten afterwards.
+    Leaving the mode removes cached properties of the device.
     """
 
     def __exit__(self, *error: Any) -> None:

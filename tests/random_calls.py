@@ -1,7 +1,7 @@
-"""A random call of attention, measured by the definition in float64.
+"""Random calls of attention, compared with the definition in float64.
 
-One argument may be odd, of another device, kind, dtype or shape than it should be: then there is an answer that is right, or
-one clear error. NaN and infinity stand where no key takes part, and may change nothing.
+One argument may be odd: of a wrong device, kind, dtype or shape. The call then returns a correct result or raises one clear
+error. Masked entries contain NaN and infinity, which must not change the result.
 """
 
 import copy
@@ -37,12 +37,12 @@ class Wrong(AssertionError):
 
 
 def is_clear(error: BaseException) -> bool:
-    """Whether an error states what was expected and what it got."""
+    """Whether an error states the expected and the received value."""
     return isinstance(error, ValueError | TypeError | RuntimeError) and bool(CLEAR.search(str(error)))
 
 
 def run(case: Mapping[str, Any]) -> str:
-    """Outcome of a call with these arguments, the others simplest: "answer" or "error"; raises where neither is right."""
+    """Outcome of a call with these arguments and simplest others: "answer" or "error". Raises `Wrong` for a wrong result."""
     whole = SimpleNamespace(**{name: values[0] for name, values in CALL.items()} | case)
     torch.manual_seed(whole.seed)
     torch.set_default_dtype(getattr(torch, whole.default))

@@ -1,4 +1,4 @@
-"""One sequence over a group, for tests: threads, each with a separate Gloo group, or processes; and the comparison.
+"""One sequence over a group of threads with separate Gloo groups, or of processes, compared with one process.
 
 ``python -m torch.distributed.run --standalone --nproc-per-node=4 tests/shards.py`` compares every structure in groups of 2,
 3 and 4 processes.
@@ -103,9 +103,9 @@ class Whole:
         return y.detach(), [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
 
     def compare(self, group: Any, lengths: Sequence[int], error: float) -> None:
-        """Assert that a member's shard of outputs and all gradients is that of the whole, to an error of its size.
+        """Assert that a member's shard of outputs, and all gradients, equal the whole's, up to a relative error.
 
-        In float32 the whole is that of float64, and four times the error that one process has in float32 is added.
+        In float32 the reference is float64, and the tolerance adds four times the float32 error of one process.
         """
         member = getattr(group, "group", group)
         part = Shards(group, lengths[member.rank()], CPU).index
@@ -121,7 +121,7 @@ class Whole:
 
 
 def settings(case: SchemeCase, kind: str) -> list[dict[str, Any]]:
-    """Options that a structure has: none, packed sequences, a window."""
+    """Options that a structure supports: none, packed sequences, a window."""
     plain = case.clipped and kind == "linear"
     packed = [] if plain and case.outside else [{"segment_ids": IDS}]
     return [{}, *packed, *([] if plain else [{"window": 3}])]
@@ -170,7 +170,7 @@ def _compare(case: SchemeCase, kind: str, causal: bool, options: dict[str, Any],
 
 
 def overlap(group: Any) -> dict[str, list[float]]:
-    """Milliseconds in a profile of both passes: a collective starts, sums over local keys run, the result is awaited."""
+    """Start and end in ms, in a profile of both passes, of each collective, the sums over local keys, and the wait."""
     t, names = 1024, {"c10d::_allgather_base_": "sent", "_Differentiable": "sums", "_Finish": "awaited"}
     names |= {"c10d::alltoall_base_": "sent back", "_DifferentiableBackward": "sums back", "_StartBackward": "awaited back"}
     content = torch.randn(3, 1, 8, t, 64, requires_grad=True)

@@ -1,7 +1,7 @@
 """A short check of an installed isopos against stored float64 numbers: `python tests/smoke.py [INSTRUCTIONS]`.
 
-Whole sequences, their gradients and steps of a stream, in float32. INSTRUCTIONS say which library has to serve: "AVX2". With
---write the numbers are those of the definition, in float64. It needs torch and isopos alone.
+It checks whole sequences, gradients and steps of a stream in float32. INSTRUCTIONS names the library that must serve, such
+as "AVX2". --write stores the numbers of the definition in float64. The check needs only torch and isopos.
 """
 
 import json
@@ -18,13 +18,13 @@ TOKENS, D, E = 70, 12, 9
 
 
 def drawn(dtype):
-    """Inputs without a random generator, whose numbers are of its version."""
+    """Inputs from sine waves. The numbers of random generators depend on their version."""
     waves = [torch.arange(2 * TOKENS * n, dtype=torch.float64).mul(step).sin() for n, step in ((D, 0.7), (D, 1.1), (E, 1.7))]
     return [x.reshape(1, 2, TOKENS, -1).to(dtype).requires_grad_() for x in waves]
 
 
 def numbers(attend, dtype):
-    """Outputs and gradients of some schemes, as sums by waves: a few numbers that all others count in."""
+    """Weighted sums of the outputs and gradients of some schemes. Every element has a nonzero weight."""
     found = {}
     for name in ("rope", "retnet", "permuteformer", "none"):
         for causal in (True, False):

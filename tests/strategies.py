@@ -1,4 +1,4 @@
-"""Hypothesis strategies of random calls, command lines and damaged files; the simplest value of each stands first.
+"""Hypothesis strategies of random calls, command lines and damaged files. The first value of each is the simplest.
 
 The tests draw a few examples; `make fuzz` draws many, under the profile "fuzz" of conftest.py.
 """

@@ -1,7 +1,7 @@
-"""Structures of schemes as attention sees them, derived from the case table, with one row of the table for each.
+"""Structures of the arguments of attention, derived from the case table, with one representative row per structure.
 
-A new row whose arguments have a new structure appears here by itself. What concerns attention (settings, devices, modules,
-streams, kernels) runs over structures; what a preset decides (formula, law, options) runs over presets.
+A new row with a new structure is added automatically. Tests of attention (settings, devices, modules, streams, kernels) run
+over structures; tests of presets (formula, law, options) run over all rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class ComposedCase(SchemeCase):
 
 
 class Structure(NamedTuple):
-    """A structure, its rows, and the row that represents them."""
+    """A structure, its rows, and their representative row."""
 
     kind: str
     case: SchemeCase
@@ -39,7 +39,7 @@ ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case i
 def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
     """The structure of a scheme: nested types of its arguments, and its options.
 
-    But for the arguments named by `apart`, which a test crosses with the others.
+    It excludes the arguments named by `apart`, which a test combines with the others.
     """
     group = scheme.group
     x = sequence(2) if group.columns == 1 else group.origin(2)
@@ -100,7 +100,7 @@ def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind
 
 
 def over_other_rows() -> Decorator:
-    """Parametrise a test likewise by the rows that represent no structure: the same code with other numbers."""
+    """Parametrise a test in the same way by all other rows, which run the same code with other numbers."""
     seen = {(case.id, kind) for case, kind in pairs()}
     rows = ((case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds)
     return over_pairs((case, kind) for case, kind in rows if (case.id, kind) not in seen)

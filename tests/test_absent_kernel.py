@@ -1,4 +1,4 @@
-"""Where the compiled kernel is not installed: one warning, where it would have served, and everything goes on."""
+"""Test isopos without the compiled kernel: one warning at the first call it would serve, and correct results."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from tools import without_kernel
 
 @pytest.fixture(autouse=True)
 def _absent(monkeypatch):
-    """No library, and nobody was told."""
+    """No compiled library, and no warning so far."""
     monkeypatch.setattr(library, "libraries", lambda: ({}, "installation builds AVX2 on Linux, where it finds gcc"))
     monkeypatch.setattr(library, "warned", False)
 

@@ -1,4 +1,4 @@
-"""A scheme's arrays give its maps in NumPy, JAX and MLX's formula, and its keys give llama.cpp's logits."""
+"""Test exported arrays: they give a scheme's maps in NumPy, JAX and MLX, and its logits in llama.cpp."""
 
 import json
 
@@ -15,7 +15,7 @@ D, T = 8, 7
 
 
 def applied(np, tree, found, x):
-    """The map of a tree of `explanation` on features x, by the operations of NumPy or of jax.numpy."""
+    """Apply the map that a tree of `explanation` describes to features x, in NumPy or jax.numpy."""
     part = {
         name: np.asarray(found[value]) if isinstance(value, str) and value in found else value
         for name, value in tree.items()

@@ -1,4 +1,4 @@
-"""The attention module: projections around a scheme."""
+"""Test the attention module: projections and a scheme."""
 
 import copy
 import dataclasses
@@ -159,7 +159,7 @@ def test_absorbing_a_basis_keeps_what_a_layer_computes(make):
 
 
 def test_ape_with_softmax_is_rope_with_learned_angles_once_absorbed():
-    """APE, Appendix A: the same function, and the same class of functions to learn."""
+    """Algebraic Positional Encodings, Appendix A: both compute the same function and the same class of functions."""
     ape = perturb(schemes.ape_sequence(HEAD_DIM, HEADS, attention="softmax"), 1.0)
     layer, x, at = Attention(WIDTH, ape).double(), tokens(2, 9), 3 * sequence(9) - 5
     before = layer(x, ape.at(at, dtype=torch.float64), causal=True)

@@ -1,4 +1,4 @@
-"""Attention of other papers: what it must not see, what it is for, and where it cannot be."""
+"""Test attention mechanisms of other papers: masking, tasks, and refused combinations."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""The audit of torch modules: reports, every fault of a layer by name, sound layers, and the command line."""
+"""Test the audit of torch modules: reports, every layer fault of faults.py, sound layers, and the command line."""
 
 import json
 import math
@@ -371,7 +371,7 @@ def test_a_shift_stays_within_the_positions_of_a_model(limit, shift):
 
 
 class Sums(Subject):
-    """Sums over tokens so far, weighted by their positions; each fault is of one way to call it."""
+    """A model of position-weighted cumulative sums. Each fault affects one way of calling it."""
 
     fault = ""
 
@@ -478,7 +478,7 @@ def test_positions_that_are_ignored_are_a_fault_where_something_tells(encoding, 
 
 
 class OtherNames(torch.nn.Module):
-    """Tokens by number, arguments by other names, outputs in a tuple, and dropout."""
+    """A model of token ids with unusual argument names, tuple outputs, and dropout."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which encoding a model has, from its attention of equal tokens, and in which layout trained weights are."""
+"""Test that the audit identifies a model's encoding from equal tokens, and the layout of trained weights."""
 
 import math
 
@@ -16,7 +16,7 @@ from isopos.encodings import rope_frequencies
 
 
 def turned(layout, w, low, width, stride, count=53, heads=3):
-    """Random features of `heads` heads ``[h t d]`` at positions 0, s, 2 s, ..."""
+    """Random features ``[h t d]``, equal for all tokens, rotated at positions 0, stride, 2 stride, ..."""
     x = torch.randn(heads, 1, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).repeat(1, count, 1)
     k, f = torch.arange(len(w)), len(w)
     first, second = (low + k, low + k + f) if layout == "half" else (low + 2 * k, low + 2 * k + 1)

@@ -1,4 +1,4 @@
-"""The audit of models of transformers: one smoke test for `make test`; faults and sound models as oracles."""
+"""Test the audit of models of transformers: a smoke test for `make test`, models with faults, and sound models."""
 
 import faults
 import pytest
@@ -32,7 +32,7 @@ def transformers():
 
 
 def held(model):
-    """Every tensor and number that a model's modules hold, buffers that no state dict has included."""
+    """Every tensor and number in a model's modules, including non-persistent buffers."""
     return {
         f"{name}.{key}": value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
         for name, module in model.named_modules()
@@ -151,6 +151,6 @@ def test_declared_frequencies_are_those_of_transformers(rule):
 
 
 def test_a_table_as_long_as_the_largest_position_is_not_built_far_away():
-    """One of 2^31 rows takes more memory than most machines have."""
+    """A table with 2^31 rows needs more memory than most machines have."""
     (found,) = audit(faults.late_table(), checks=["far positions"]).results
     assert (found.severity, found.measured) == ("note", "not measured: a table as long as the position is built")

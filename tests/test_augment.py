@@ -1,4 +1,4 @@
-"""Random changes of images: each operation by a formula, ranges of amounts, erasing, parts that are scaled, and mixing."""
+"""Test image augmentation: each operation by its formula, ranges of amounts, erasing, rescaled crops, and mixing."""
 
 import math
 from collections import defaultdict
@@ -213,7 +213,7 @@ def test_cutmix_puts_a_rectangle_of_the_other_in():
 
 @pytest.mark.parametrize(("height", "width"), [(24, 8), (8, 24)])
 def test_rectangles_are_anywhere_in_images_that_are_not_square(height, width):
-    """Those of erasing and of CutMix reach every edge; of random sides, they cover the area that is said on average."""
+    """Rectangles of erasing and CutMix reach every edge, and cover the stated area on average."""
     random, reached, shares = np.random.default_rng(0), {"erase": [], "mix": []}, {"erase": [], "mix": []}
     for _ in range(300):
         erased = erase(np.zeros((1, height, width), np.uint8), random)[0] > 0

@@ -1,4 +1,4 @@
-"""Schemes whose pairs of features rotate by frequencies over several axes."""
+"""Test schemes with rotation frequencies over several axes."""
 
 import math
 
@@ -31,7 +31,7 @@ def scores(scheme, q, k, x):
 
 @each("scheme", OF_AXES)
 def test_coordinates_may_be_real(scheme):
-    """Scores see real differences, and those of integers are what integers give."""
+    """Scores depend on real differences. Real coordinates with integer values give the scores of integers."""
     q, k, _ = inputs(t=9, d=12)
     x, by = 20 * torch.randn(9, 3, dtype=torch.float64), torch.tensor([0.3, -7.2, 1e3], dtype=torch.float64)
     close(scores(scheme, q, k, x + by), scores(scheme, q, k, x))
@@ -83,7 +83,7 @@ def test_golden_directions_turn_by_the_golden_ratio_on_through_the_heads():
 
 @each("axes", [2, 3, 4])
 def test_golden_directions_favour_none(axes):
-    """Their second moments are those of the uniform distribution."""
+    """Second moments of the directions equal the moments of the uniform distribution."""
     w = frequency(schemes.rope_golden(64, 32, axes=axes, base=1.0)).transpose(1, 2).flatten(0, 1)
     close(w.norm(dim=-1), torch.ones(1024).double())
     moments = (w[:, :, None] * w[:, None]).mean(0)

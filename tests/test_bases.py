@@ -1,4 +1,4 @@
-"""Bases: constant orthogonal maps."""
+"""Test bases, which are constant orthogonal maps."""
 
 import copy
 

@@ -39,13 +39,13 @@ SAME = {
 
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch):
-    """Garbage collections of a whole test session take most of the time of these tests."""
+    """Disable garbage collection, which takes most of the time of these tests in a long session."""
     monkeypatch.setattr(timing.gc, "collect", lambda: 0)
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """Sections run in this process, at a small size; the calls are kept."""
+    """Run sections in this process at a small size; returns the recorded calls."""
     calls = []
 
     def stream(function, environment=None, **arguments):
@@ -192,7 +192,7 @@ def test_a_section_prints_its_rows(here, section, words):
 
 
 def test_shares_are_of_the_rate_of_a_product(monkeypatch):
-    """A product has 2^31 operations: where it takes 2 s, as many as ours has would have taken their part of that."""
+    """The reference product has 2^31 operations and takes 2 s. The ceiling scales it to our number of operations."""
     monkeypatch.setattr(races, "rounds_of", lambda workloads, rounds, *_: dict.fromkeys(workloads, [2.0] * rounds))
     shape = races.Shape(2048)
     (row,) = races.race(
@@ -203,7 +203,7 @@ def test_shares_are_of_the_rate_of_a_product(monkeypatch):
 
 
 def test_a_roofline_is_the_slower_of_copies_and_products():
-    """Of 11 tensors read or written where a copy of one reads and writes it; of 86016 operations a token and head."""
+    """The pass reads or writes 11 tensors, a copy reads and writes one. Each token and head needs 86016 operations."""
     seconds = {ceilings.PRODUCT: [2.0, 2.0], ceilings.COPY: [1.0, 1e-9]}
     found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=True)
     products = 2.0 * 2**14 * 86016 / 2**31
@@ -230,7 +230,7 @@ def test_fresh_results_are_cleared_next_to_products(gradients, results):
 
 
 def test_a_clone_s_gradient_is_no_copy():
-    """Which the goals of rotation beside clones on a GPU take for granted."""
+    """The goals for rotations compared with clones on a GPU assume this."""
     q, grad = torch.randn(3, requires_grad=True), torch.randn(3)
     (found,) = torch.autograd.grad(q.clone(), q, grad)
     assert found.data_ptr() == grad.data_ptr()
@@ -296,7 +296,7 @@ def test_busy_processes_run_and_end():
 
 
 def _children():
-    """Processes that this thread has started."""
+    """Ids of the child processes of this thread."""
     return {*Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
 
 
@@ -446,7 +446,7 @@ def test_a_run_does_not_go_on_with_another_machine_s(here, isopos, tmp_path):
 
 
 def test_a_gpu_s_races_end_with_an_error_that_none_survives(monkeypatch):
-    """So that those behind it are not taken for done by a run that goes on."""
+    """A resumed run must not count the later races as done."""
 
     def broken(*_, **__):
         raise RuntimeError("an illegal memory access")
@@ -468,7 +468,7 @@ def test_rows_measured_again_take_the_place_of_those_before():
 
 
 def test_a_gpu_has_the_same_command(here, tmp_path, monkeypatch):
-    """With a device that takes the GPU's way, and computes on the CPU."""
+    """The test runs the code for GPUs on a CPU device."""
     monkeypatch.setattr(run, "usable_device", lambda device: "cpu:0")
     small = [replace(contest, shape=contest.shape._replace(batch=2, heads=2, head_dim=16)) for contest in gpu.DECODE[:1]]
     monkeypatch.setitem(gpu.RACES, "decode", small)
@@ -563,7 +563,7 @@ def test_benchmarks_of_other_libraries_run_in_separate_processes(tmp_path):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Workloads take 1, 2, 3, ... seconds in every round, as they come; a later race counts on."""
+    """Workloads take 1, 2, 3, ... seconds in order of their first call, across races."""
     clock = itertools.count(1)
     monkeypatch.setattr(
         races, "rounds_of", lambda workloads, rounds, *_: {name: [next(clock)] * rounds for name in workloads}
@@ -598,7 +598,7 @@ def test_rows_that_are_no_pairs_of_a_race_compare_the_later_with_the_earlier(cou
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_ceilings_are_those_of_as_much_work(gradients, causal):
-    """Of 2^14 tokens of 64 features; a product of 1024^2 takes 1 and 3 s, a copy 2 s, and zeros 5 s."""
+    """There are 2^14 tokens with 64 features. The product of 1024^2 takes 1 and 3 s, a copy 2 s, and zeros 5 s."""
     seconds = {ceilings.PRODUCT: [1.0, 3.0], ceilings.COPY: [2.0, 2.0], ceilings.ZEROS: [5.0, 5.0]}
     found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=gradients, causal=causal)
     work = {(0, 0): 4 * 64**2, (1, 0): 12 * 64**2, (0, 1): 4 * 64**2 + 128 * 64, (1, 1): 14 * 64**2 + 7 * 64**2}

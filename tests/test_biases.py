@@ -1,4 +1,4 @@
-"""Relative biases against the equations of their papers, written out pair by pair."""
+"""Test relative biases against the equations of their papers, pair by pair."""
 
 import itertools
 import math

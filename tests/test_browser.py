@@ -1,4 +1,4 @@
-"""The report of a comparison and the site, in a headless browser: at a phone's and a desk's width, by day and by night."""
+"""Test the report and the site in a headless browser, at the widths of a phone and a desktop, in light and dark mode."""
 
 import http.server
 import os
@@ -45,7 +45,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Open an address; the page, of which nothing was missing, failed or came from outside."""
+    """Open a page. Missing files, failed requests, script errors and requests to other hosts fail the test."""
     pages, wrong = [], []
 
     def seen(request, host):
@@ -70,7 +70,7 @@ def visit(browser):
 
 
 def looks_right(page, night):
-    """Nothing is cut off or empty, and text stands out from what is behind it."""
+    """Assert that nothing is cut off or empty, and that text contrasts with its background."""
     assert page.evaluate(WIDE) == []
     for image in page.locator("img[loading=lazy]").all():
         image.scroll_into_view_if_needed()
@@ -132,7 +132,7 @@ def test_the_report_s_curves_are_switched_on_and_off(visit, report):
 
 @pytest.fixture(scope="module")
 def files():
-    """The address of the site as files."""
+    """The file address of the site."""
     if not (SITE / "index.html").exists():
         pytest.skip("no site is built: make docs")
     return SITE.as_uri()
@@ -140,7 +140,7 @@ def files():
 
 @pytest.fixture(scope="module")
 def site(files):
-    """The site as it is served."""
+    """The address of the site on a local server."""
     handler = partial(
         type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None}), directory=SITE
     )
@@ -174,7 +174,7 @@ def test_formulas_are_drawn(visit, site):
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "as files"])
 def test_the_site_is_searched(visit, site, files, served):
-    """What is typed is searched for, letters that are shortcuts included; a result leads to its page."""
+    """The search field receives all typed letters, including keyboard shortcuts, and a result opens its page."""
     page = visit(f"{site if served else files}/algebra.html")
     page.locator("dialog").wait_for(state="attached")
     page.keyboard.press("Control+k")
@@ -192,7 +192,7 @@ def test_the_site_is_searched(visit, site, files, served):
 
 
 def test_letters_turn_no_pages(visit, files):
-    """As where someone types before the search is there."""
+    """A reader may type before the search has loaded."""
     page = visit(f"{files}/algebra.html")
     for key in "np,.":
         page.keyboard.press(key)

@@ -1,4 +1,4 @@
-"""Folders that are prepared once."""
+"""Test cache folders, which are prepared once."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The cache is a function of the source and of every setting: each reader with one setting changed at a time."""
+"""Test that the cache depends on the source and on every setting, with one setting of each reader changed at a time."""
 
 import numpy as np
 import pytest
@@ -173,7 +173,7 @@ def test_classes_are_those_of_folders_which_are_read_again_under_other_names(fol
 
 
 def test_splits_are_those_of_files(folder, monkeypatch):
-    """The same rows under other names of files have other splits, also from a cache that has the first ones."""
+    """The same rows with other file names have other splits, also with the first splits in the cache."""
     monkeypatch.setenv("ISOPOS_CACHE", str(folder / "cache"))
     head, *rows = (folder / "texts.csv").read_text().splitlines(keepends=True)
     parts = [head + "".join(rows[n::3]) for n in range(3)]

@@ -1,4 +1,4 @@
-"""The canonical form: a second derivation of every scheme, from its parameters alone, gives the scores of attention."""
+"""Test that the canonical form, a second derivation from the parameters, gives the attention scores of every scheme."""
 
 import pytest
 import torch
@@ -35,13 +35,13 @@ every = over_rows(EXACT)
 
 
 def made(case, kind=None, **more):
-    """A scheme with its parameters off their initial values, in float64."""
+    """A scheme with perturbed parameters, in float64."""
     options = more if kind is None else {"attention": kind} | more
     return perturb(case.build(**options))
 
 
 def weights(scheme, q, k, x, y=None):
-    """Each query's weights ``[1 h t s]``: outputs where each key has a value of its own; undivided in linear attention."""
+    """Weights ``[1 h t s]``: outputs with one-hot values, without division in linear attention."""
     v = torch.eye(k.shape[-2], dtype=torch.float64).expand(1, scheme.heads, -1, -1)
     at = scheme.at(x, y, dtype=torch.float64) | {"transport": None}  # of values, which are no part of scores
     if scheme.attention == "linear":
@@ -190,7 +190,7 @@ def test_permutations_are_those_given():
 
 
 def orthogonal_noise(rows, realizations):
-    """Noise ``[rows realizations]`` of which any two rows have the product that independent normal ones have in the mean."""
+    """Noise ``[rows realizations]``. Inner products of its rows equal the expectation for independent normal rows."""
     return realizations**0.5 * torch.linalg.qr(torch.randn(realizations, rows, dtype=torch.float64)).Q.mT
 
 

@@ -171,7 +171,7 @@ def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path
 
 
 def test_a_checkpoint_in_full(tmp_path):
-    """An earlier, unfinished checkpoint of the same step is removed; the mark holds all that is known of the new one."""
+    """Saving removes an unfinished checkpoint of the same step. The mark contains all metadata of the new one."""
     torn = tmp_path / "checkpoints" / "step-00000005"
     torn.mkdir(parents=True)
     (torn / "left.pt").write_bytes(b"half")
@@ -195,7 +195,7 @@ def test_a_checkpoint_in_full(tmp_path):
 
 
 def test_the_oldest_is_what_a_damaged_first_one_goes_back_to(tmp_path):
-    """From the start, where none was before; else from the last of those before, not from one after."""
+    """The remedy is to restart if there is no earlier checkpoint. It never names a later one."""
     for step in (1, 2, 3):
         checkpoints.save(tmp_path, _state(step), step, validation=4.0 - step if step < 3 else 9.0)
     found = checkpoints.complete(tmp_path)

@@ -127,7 +127,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("end", "status", "said"), ENDS, ids=repr)
 def test_every_end_has_its_status_and_one_line(isopos, monkeypatch, end, status, said):
-    """Mistakes of ours alone are tracebacks."""
+    """Only bugs of isopos give tracebacks."""
 
     def command(arguments):
         if isinstance(end, BaseException):
@@ -251,7 +251,7 @@ def factory():
 
 @pytest.fixture
 def raising(monkeypatch, tmp_path):
-    """Modules of a user's, and the file of one."""
+    """Write modules of a user; returns the file of one."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name, text in (("mine", OWN), ("raising", RAISING), ("exits", "raise SystemExit(0)\n")):
         (tmp_path / f"{name}.py").write_text(text)

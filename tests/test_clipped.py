@@ -1,4 +1,4 @@
-"""Clipped relative terms: the sums of `isopos.ops.clipped` against their definition."""
+"""Test clipped relative terms: the sums of `isopos.ops.clipped` against their definition."""
 
 import math
 from fractions import Fraction
@@ -18,7 +18,7 @@ N = (2, 3)  # batch, heads
 
 
 def leaves(x, y, reach, outside=0, n=N, e=4, dtype=torch.float64):
-    """Scores and values of such positions, with gradients."""
+    """Random scores and values for these positions, with gradients."""
     count = (2 * reach + 1) ** x.shape[-1] + (2 if outside else 0)
     shapes = (*n, x.shape[-2], count), (*n, y.shape[-2], e)
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
@@ -40,13 +40,13 @@ def walk(t, axes, seed=0):
 
 
 def positions(*shape, kind, far=3):
-    """Random ones, equal ones among them."""
+    """Random positions, with repetitions."""
     x = torch.randint(-far, far + 1, shape)
     return {"integer": x, "half": x / 2, "real": 2 * torch.rand(shape, dtype=torch.float64) * x}[kind]
 
 
 def bucket(x, y, reach):
-    """Of one pair of positions, in exact arithmetic."""
+    """Bucket of one pair of positions, in exact arithmetic."""
     index = 0
     for a, b in zip(x.tolist(), y.tolist(), strict=True):
         offset = math.floor(Fraction(b) - Fraction(a) + Fraction(1, 2))
@@ -55,7 +55,7 @@ def bucket(x, y, reach):
 
 
 def agree(x, y, reach, outside=0, causal=False, n=N):
-    """Assert that the fast sum is the definition: outputs and gradients."""
+    """Assert that outputs and gradients of the fast sum equal the definition."""
     score, v = leaves(x, y, reach, outside, n)
     options = {"outside": outside, "causal": causal}
     fast, slow = (f(score, v, x, y, reach, **options) for f in (clipped, clipped_naive))
@@ -213,7 +213,7 @@ def test_float32_keeps_its_digits_at_length_50000():
 
 
 def allocated(t, causal):
-    """Bytes that a forward and a backward pass allocate in all, and at once, on a grid of t tokens, with R = 3, e = 16."""
+    """Total and peak bytes that both passes allocate on a grid of t tokens, with R = 3, e = 16."""
     x = grid(t // 16, 16)
     score, v = leaves(x, x, 3, n=(1,), e=16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

@@ -1,4 +1,4 @@
-"""Tables and comparisons on a Ray cluster: the files of one machine, whoever is killed; one line where there is none."""
+"""Test tables and comparisons on a Ray cluster: the files of one machine despite kills; one error line without a cluster."""
 
 import contextlib
 import importlib.util
@@ -80,7 +80,7 @@ def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):
 
 
 def told(*arguments):
-    """A job: the folder, threads and arguments that it was given."""
+    """A job that returns its folder, number of threads and arguments."""
     import torch
 
     if arguments[0] == "fail":
@@ -113,7 +113,7 @@ def test_a_job_runs_in_the_shared_folder_with_its_threads_and_says_what_fails(tm
 
 
 class FakeRay:
-    """Processes end in the order in which they began, as their job's answers say."""
+    """A stub of Ray. Processes end in order of their start, with the given results."""
 
     class exceptions:
         class RayError(Exception):
@@ -151,7 +151,7 @@ class FakeRay:
 
 @pytest.fixture
 def ray(monkeypatch):
-    """A cluster whose processes give these answers, in this process."""
+    """A function from results to a cluster that returns them, within this process."""
 
     def of(answers, nodes=()):
         fake = FakeRay(answers, nodes)
@@ -216,7 +216,7 @@ def test_a_cluster_without_a_machine_that_is_large_enough(ray):
 
 
 def test_a_run_of_a_comparison_in_a_process_of_a_cluster(tmp_path, monkeypatch):
-    """It begins, goes on from its checkpoint, and refuses other data and a folder that is in use."""
+    """The run starts, resumes from its checkpoint, and refuses other data and a locked folder."""
     compare._loaded.cache_clear()
     recipe = Recipe().edit(steps=2, length=16, batch=2, layers=1, model_dim=8, heads=2, validation_tokens=64, save_every=1)
     sha256 = recipe.task.load(recipe).sha256
@@ -263,7 +263,7 @@ def test_a_run_that_is_not_seen_or_not_done_is_reported(tmp_path, monkeypatch, c
 
 @pytest.fixture(scope="module")
 def address():
-    """Two nodes of one CPU each, on this machine."""
+    """Address of a local Ray cluster: two nodes with one CPU each."""
     utility = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed (extra cluster)")
     with pytest.MonkeyPatch.context() as patch:  # which nodes, and their workers, take over
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -278,7 +278,7 @@ def address():
 
 @pytest.fixture
 def toys(isopos, tmp_path, monkeypatch):
-    """A task, a scheme and a table of the user's in the working folder."""
+    """Copy a user's task, scheme and table into the working folder."""
     for file in (ROOT / "tests" / "extension").glob("toy_*"):
         shutil.copy(file, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -292,7 +292,7 @@ def _files(folder):
 
 
 def _kill(cell, seen):
-    """Kill the process that trains a cell when a checkpoint is there; a thread's work."""
+    """Kill the process that trains a cell after its first checkpoint. Runs in a thread."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         if checkpoints.newest(cell) is not None:

@@ -1,4 +1,4 @@
-"""Clustered attention: against its definition, query by query, softmax attention in its limits, and what it keeps."""
+"""Test clustered attention: its definition query by query, the limit of softmax attention, and its symmetries."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def at(name, x):
 
 
 def defined(q, k, v, topk, count):
-    """Vyas et al.'s improved clustered attention of one head, a query at a time; clusters are those found."""
+    """Improved clustered attention of Vyas et al. for one head, query by query, with the same clusters."""
     label, centre = _clusters(q, None, count, 10)
     out = torch.empty_like(v)
     for i in range(len(q)):
@@ -116,7 +116,7 @@ def test_a_sample_without_keys_has_gradients_of_zero(topk):
 
 
 def test_an_empty_cluster_keeps_its_centroid():
-    """Of queries that are equal all are in the first cluster; the others stay where they were, and answer nobody."""
+    """Equal queries all join the first cluster. The other centroids do not move."""
     q = torch.tensor([3.0, 4.0], dtype=torch.float64).expand(6, 2)
     label, centre = _clusters(q, None, 3, 10)
     assert label.tolist() == [0] * 6

@@ -1,4 +1,4 @@
-"""`isopos compare` end to end at a tiny size, through the command line."""
+"""Test `isopos compare` end to end at a tiny size, through the command line."""
 
 import io
 import json
@@ -286,7 +286,7 @@ def _interrupted_in(monkeypatch, scheme):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path, monkeypatch, killed):
-    """Replaced by one that is killed, by one that is interrupted in its second run, and by one in its first."""
+    """Replacements are killed, interrupted in the second run, or interrupted in the first run."""
     folder, arguments = tmp_path / "runs" / "one", ["compare", "--schemes", "none,rope", "--name", "one", *TINY]
     assert isopos(*arguments)[0] == 0
     page = (folder / "report.html").read_text()
@@ -354,7 +354,7 @@ def test_a_batch_that_fits_is_none_of_them(monkeypatch):
 
 
 def test_runs_of_a_comparison_in_their_order():
-    """Seed by seed, each with all schemes; an option of a scheme's own stands before that of all."""
+    """Runs go seed by seed over all schemes. An option of one scheme overrides the option of all."""
     options = compare.Options(schemes="none,rope:attention=linear,rope+none", attention="softmax", seeds=2)
     softmax = "rope:attention=softmax+none:attention=softmax"
     schemes = ["none:attention=softmax", "rope:attention=linear", softmax]

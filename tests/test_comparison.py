@@ -66,7 +66,7 @@ def test_a_difference_whose_interval_includes_0_is_in_brackets(tmp_path, other, 
 
 
 def test_intervals_to_the_best_are_wider_the_more_rows_it_is_picked_from(tmp_path):
-    """0.15, 0.2 and 0.25: half of the interval is 0.124 for one pair, and 0.287 for each of five (t 9.925)."""
+    """For 0.15, 0.2 and 0.25, half of the interval is 0.124 for one pair and 0.287 for each of five (t = 9.925)."""
     bits = {("rope", seed): 2.5 for seed in range(3)}
     bits |= {(name, seed): 2.65 + 0.05 * seed for name in ("none", "alibi", "t5", "shaw", "learned") for seed in range(3)}
     found = _folder(tmp_path, bits)

@@ -1,4 +1,4 @@
-"""Whole attention compiles into one graph, is what eager is, and is not compiled again for every length."""
+"""Test that attention compiles into one graph, equals eager mode, and does not recompile for each length."""
 
 import sys
 
@@ -72,7 +72,7 @@ SUMMED = ("rope", "permuteformer", "ape-tree", "horn-clipped", "t5", "cosformer"
 
 
 def rows():
-    """Cases, in the order of `case, kind, causal`: what is compiled, and whether that is left to the slow tests."""
+    """Rows of `case, kind, causal`, and whether a row runs only in slow tests."""
     first = {case.name: case for case in PRESETS}
     yield from ((first[name], (first[name].kinds[0], True), name not in SUMMED[:5]) for name in SUMMED)
     yield from ((case, (kind, True), True) for case, kind in pairs() if case.name not in SUMMED or case.kinds[0] != kind)
@@ -110,7 +110,7 @@ def lengths_share_graphs(module, **options):
 
 
 def of_lengths(case):
-    """The ways in which a preset is compiled at several lengths."""
+    """Pairs (kind, causal) in which a preset is compiled at several lengths."""
     first = (case.kinds[0], True)
     yield first, case.name not in SUMMED[:2]
     if case.name in SUMMED:

@@ -1,4 +1,4 @@
-"""Contragredient pairs against their formulas: what is relative and no isometry, and that nothing else is on a line."""
+"""Test contragredient pairs, which are relative but no isometries: formulas, and completeness on a line."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ def test_order_one_without_growth_is_rope():
 
 @each("growth", [0.0, 0.05])
 def test_alibi_is_an_additive_generator_on_lifted_features(growth):
-    """[[0, 1], [0, 0]] between a query's slope and a key's one is slope * (y - x), beside any other representation."""
+    """The generator [[0, 1], [0, 0]] between a query's slope and a key's 1 adds slope * (y - x) to any representation."""
     (q, k, v), slope, x = inputs(2, t=9), isopos.alibi(4, HEADS).decay.rate, sequence(9) + 40
     rest = Jordan(torch.full((HEAD_DIM,), growth))
     pair = ContragredientSum([rest, Jordan(torch.zeros(1), order=2, length=64.0)], shared=True)
@@ -89,7 +89,7 @@ def test_alibi_is_an_additive_generator_on_lifted_features(growth):
 
 
 def in_jordan_form(blocks):
-    """Those of ``(order, growth, frequency or None)``, and their generator J as a matrix, with links of 1 / 16."""
+    """Jordan blocks of ``(order, growth, frequency or None)``, and their generator J as a matrix, with links of 1 / 16."""
     pairs = [Jordan(torch.tensor([g]), None if w is None else torch.tensor([w]), order=m, length=16.0) for m, g, w in blocks]
     matrices = []
     for m, g, w in blocks:
@@ -119,7 +119,7 @@ def test_every_one_parameter_group_is_jordan_blocks_in_a_basis(blocks):
 
 
 def test_any_real_matrix_generates_jordan_blocks():
-    """A random one has distinct eigenvalues; its blocks and basis are its eigenvectors' real and imaginary parts."""
+    """A random matrix has distinct eigenvalues. Real and imaginary parts of its eigenvectors form the basis."""
     A = 0.2 * torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     values, vectors = torch.linalg.eig(A)
     blocks, columns = [], []
@@ -146,7 +146,7 @@ def test_the_report_says_that_it_is_a_representation_and_no_isometry():
 
 
 class _Lame(Jordan):
-    """Whose queries grow, too."""
+    """A pair in which queries grow, too."""
 
     def query(self, x, dtype=torch.float32):
         return self.key(x, dtype)
@@ -199,7 +199,7 @@ def test_float32_scores_are_exact_as_far_as_is_promised(order):
 
 
 def test_a_common_shift_of_positions_changes_no_score():
-    """What the remedy for far positions says."""
+    """The error for far positions suggests such a shift."""
     (q, k, _), pair = inputs(1, t=T, s=S), isopos.jordan(HEAD_DIM, HEADS).encoding
     close(scores(pair, q, k), scores(pair, q, k, X - 1000, Y - 1000))
 

@@ -1,4 +1,4 @@
-"""From softmax to linear attention in models of transformers: schemes in them, attention transfer, and `isopos convert`."""
+"""Test conversion from softmax to linear attention: schemes in models, attention transfer, and `isopos convert`."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_a_state_has_the_same_size_at_any_length():
 
 @torch.no_grad()
 def test_a_layer_is_the_definition():
-    """Of linear attention by `naive_linear_attention`, and of softmax within 3 keys by its formula, a half of each."""
+    """The layer is the mean of linear attention (`naive_linear_attention`) and softmax attention within 3 keys."""
     model, scheme, ids = FAMILIES["llama"].make(), scheme_of("rope"), tokens()
     layer, seen = model.model.layers[0].self_attn, {}
     layer.register_forward_pre_hook(lambda a, args, kwargs: seen.update(x=kwargs["hidden_states"]), with_kwargs=True)
@@ -154,7 +154,7 @@ def test_a_cache_of_keys_is_refused():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 @torch.no_grad()
 def test_keep_has_the_positions_of_the_model(family):
-    """In softmax attention, they are the model's own."""
+    """Softmax attention keeps the model's positions."""
     model, ids = FAMILIES[family].make(), tokens()
     expected = model(ids).logits
     scheme = linear_scheme(model, "keep", {"decay": "retnet", "feature_map": "relu"})
@@ -207,7 +207,7 @@ def test_transfer_brings_each_layer_closer(family):
 
 
 def test_a_distance_is_of_one_layer():
-    """Zero between equal models; its gradient reaches the weights of its layer of attention and no others."""
+    """The distance of equal models is zero. Its gradient reaches only the weights of its attention layer."""
     teacher = FAMILIES["llama"].make()
     assert distances(teacher, teacher, tokens()).tolist() == [0, 0]
     student = converted(teacher, linear_scheme(teacher), window=4)

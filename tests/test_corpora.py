@@ -1,4 +1,4 @@
-"""Text as tokens: sources, splits, batches, windows and the cache."""
+"""Test tokenised text: sources, splits, batches, windows and the cache."""
 
 import bz2
 import gzip
@@ -28,7 +28,7 @@ PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """An own and empty cache."""
+    """An empty cache for one test."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("ISOPOS_CACHE", str(folder))
     return folder
@@ -440,7 +440,7 @@ def test_pieces_are_learned_from_the_train_split_and_kept(tmp_path, cache, monke
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder of parquet files that `datasets` reads as it would from the hub."""
+    """A folder of parquet files, which `datasets` reads like a dataset of the hub."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
@@ -505,7 +505,7 @@ print(len(read.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """103 million words are prepared and read within 2 GiB: what grows is the map of their 4 bytes each at most."""
+    """103 million words fit into 2 GiB. Only the memory map of the tokens grows, by at most 4 bytes per word."""
     pytest.importorskip("resource", reason="this system does not tell peak memory")
     found = []
     for lines in (20_000, 120_000):
@@ -546,7 +546,7 @@ def test_novels_are_split_by_book():
 
 
 def test_a_table_that_was_read_as_rows_is_read_as_lines(tmp_path):
-    """What is known of a source is known of it as it was read."""
+    """The cache stores surveys of rows and surveys of lines separately."""
     (tmp_path / "a.csv").write_text("text\n" + "".join(f'"row {n}, quoted"\n' for n in range(60)))
     whole = load_corpus(str(tmp_path / "a.csv"), 8).sha256
     for root in ("one", "other"):
@@ -626,7 +626,7 @@ def test_an_archive_that_unpacks_without_limit_is_refused(tmp_path, cache, monke
 
 
 def test_text_without_lines_is_cut_in_time_that_grows_as_it_does():
-    """Every block is joined to others once or twice, whatever is before it."""
+    """The reader joins each block at most twice, for any preceding text."""
 
     class Block(bytes):
         scanned = 0

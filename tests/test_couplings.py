@@ -1,4 +1,4 @@
-"""Couplings against their formulas; what is random, in expectation and never by the draw."""
+"""Test couplings against their formulas, and random couplings in expectation."""
 
 import itertools
 import math
@@ -107,7 +107,7 @@ def test_lie_is_the_exponential_of_a_sum():
 
 
 def test_lie_is_relative_on_lines_through_the_origin_only():
-    """And wherever generators commute, as on one axis or as multiples of one."""
+    """It is also relative if generators commute, as on one axis or for multiples of one generator."""
     (q, k, _), steps = inputs(1, t=6), torch.randn(6, 1, dtype=torch.float64)
     one = generator(HEADS)[:, None]
     for coupling, x, shift, relative in (
@@ -220,7 +220,7 @@ def test_tokens_outside_the_grid_have_no_waves():
 
 
 def test_constrained_channels_are_relative_in_expectation_ahead_of_favor():
-    """Of any draw scores change with a shift; their mean over draws, exp(score / sqrt(d)), does not."""
+    """A shift changes the scores of each draw, but not their mean over draws, exp(score / sqrt(d))."""
     coupling = Constrained(2, 1, torch.tensor([[0.5]]))
     q, k = (0.5 * torch.randn(1, 1, 2, 2, dtype=torch.float64) for _ in range(2))
     x, y, seeds = sequence(2), 3 - sequence(2), 400
@@ -236,7 +236,7 @@ def test_constrained_channels_are_relative_in_expectation_ahead_of_favor():
 
 
 def shrink(phi):
-    """What Favor divides its features by, as a logarithm."""
+    """Logarithm of the factor by which Favor divides its features."""
     return (phi.projection.double().square().sum(-1).amax() / 2 - 30).clamp_min(0)
 
 
@@ -267,7 +267,7 @@ DRAWS = 600
 
 
 def draws_of(make):
-    """Scores ``[draw t]`` of one query and key at offsets, from seeds 0, 1, ...; the parameters are those of one."""
+    """Scores ``[draw t]`` of one query and key at offsets, for seeds 0, 1, ... with the same parameters."""
     q, k = torch.randn(2, 1, HEADS, T, 3, dtype=torch.float64)
     state, found = perturb(make(0)).state_dict(), []
     x, y = X, X + torch.tensor([0, 1, -2, 3, -8])[:, None]

@@ -1,4 +1,4 @@
-"""The C kernel compared with the PyTorch operations that it replaces, and with float64."""
+"""Test the C kernel against the PyTorch operations that it replaces, and against float64."""
 
 import math
 import os
@@ -96,7 +96,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
     ids=str,
 )
 def test_16_bit_inputs_are_read_without_conversion(monkeypatch, name, form):
-    """With sums in float32, outputs and gradients equal those of the same numbers in float64, rounded."""
+    """Sums are float32. Outputs and gradients equal rounded results for the same numbers in float64."""
     d, dtype = form
     given, draw = options(name, 2, 3, 131, d), torch.Generator().manual_seed(1)
     inputs, grad = (
@@ -151,7 +151,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 @NEEDED
 @each("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
-    """However threads divide the work, results equal those of one thread, and of float64."""
+    """For any division among threads, results equal the results of one thread and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []
     draw = torch.Generator().manual_seed(1)
     *inputs, grad = with_edges(*(torch.randn(b, h, t, n, generator=draw) for n in (d, d, e, e)))
@@ -388,7 +388,7 @@ def test_threads_change_nothing():
 
 @pytest.fixture(params=library.LANES)
 def each_library(request, monkeypatch):
-    """Each library by itself: a processor with AVX512 also runs the library of AVX2."""
+    """Run a test with each library alone. A processor with AVX512 also runs the AVX2 library."""
     found, lanes = library.libraries()[0], library.LANES[request.param]
     if lanes not in found:
         pytest.skip(f"this machine has no {request.param}")
@@ -491,7 +491,7 @@ def test_what_is_not_a_number_stays_where_it_belongs(bad):
 @NEEDED
 @each("causal", [True, False])
 def test_gradients_that_are_not_numbers_stay_with_their_tokens(causal):
-    """For a permutation without whole vectors, after a reflection."""
+    """The map is a reflection, then a permutation whose size is no multiple of the vector width."""
     draw = torch.Generator().manual_seed(1)
     normal = F.normalize(torch.randn(2, 1, 20, generator=draw), dim=-1)
     index = torch.rand(2, 70, 20, generator=draw).argsort(-1).to(torch.uint8)
@@ -738,7 +738,7 @@ def test_threads_may_have_small_stacks():
 @NEEDED
 @each("bad", [False, True])
 def test_large_results_are_written_past_the_caches(bad):
-    """Only in memory that was used before; results equal those of fresh memory, or of few tokens."""
+    """Only in reused memory. Results equal the results in fresh memory, or of few tokens."""
     inputs, grad = torch.randn(3, 1, 4, 4160, 64), torch.randn(1, 4, 4160, 64)
     if bad:
         inputs[2, 0, 1, 4100, 3] = torch.nan

@@ -1,4 +1,4 @@
-"""Every file that the laboratory reads again, damaged in every way: a line that names it, and no other run hidden."""
+"""Test damage to every file that the laboratory reads: one error line names the file, and other runs are still listed."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def runs(isopos, made, tmp_path, monkeypatch):
-    """Two whole runs in the working folder, and a comparison; made once."""
+    """Copy two complete runs and a comparison into the working folder. They are trained once."""
     monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
     if not (made / "whole").exists():
         (tmp_path / "text.txt").write_text("".join(f"line {n % 7} of {n % 11} words\n" for n in range(300)))
@@ -57,13 +57,13 @@ def runs(isopos, made, tmp_path, monkeypatch):
 
 
 def unfinished(run):
-    """As a kill after the last checkpoint leaves it."""
+    """Remove the files that a run killed after its last checkpoint does not have."""
     for name in ("result.json", "model.safetensors"):
         (run / name).unlink(missing_ok=True)
 
 
 def damages(path, every=1):
-    """Names, and what makes them; each field has one in so many of the values."""
+    """Yield names and functions of damages. Each field gets one in `every` of the values."""
     content = path.read_bytes()
     for name, what in WHOLE.items():
         yield name, lambda what=what: path.write_bytes(content[: len(content) // 2] if what is None else what)

@@ -1,4 +1,4 @@
-"""Log decays g(x) = -rate * x."""
+"""Test log decays g(x) = -rate * x."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Every way of decoding compared with the definition: structures of schemes, crossed with the other choices."""
+"""Test all ways of decoding against the definition, for structures of schemes combined with the other choices."""
 
 import itertools
 
@@ -90,7 +90,7 @@ def ways(scheme, given):
 
 
 def decodes(case, options, dtype):
-    """Compare all ways; whether the scheme has these options."""
+    """Compare all ways of decoding; returns whether the scheme supports these options."""
     torch.manual_seed(0)  # whichever rows come before
     if (scheme := built(case, options)) is None:
         return False
@@ -111,9 +111,9 @@ def decodes(case, options, dtype):
 
 
 def half_of(case, kind):
-    """Every second choice, in float32, which has all ways of decoding, and in alternating other dtypes.
+    """Run every second choice in float32, which has all ways of decoding, and in alternating other dtypes.
 
-    Of two structures side by side one has the other half, so that each choice meets every second structure.
+    Adjacent structures have different halves, so each choice runs with every second structure.
     """
     pairs = list(zip(choices_of(kind, FEATURE_MAPS), itertools.cycle((torch.float64, torch.bfloat16)), strict=False))
     chosen = pairs[ROWS.index((case, kind)) % 2 :: 2] if kind == "linear" else pairs
@@ -128,7 +128,7 @@ def test_every_structure(case, kind):
 @pytest.mark.slow
 @over_pairs(ROWS)
 def test_every_structure_with_a_third_of_all_choices(case, kind):
-    """Of three structures side by side each has another third, so that each choice meets every third structure."""
+    """Three adjacent structures share all choices, so each choice runs with every third structure."""
     choices = list(choices_of(kind, ALL_FEATURE_MAPS))
     chosen = choices[ROWS.index((case, kind)) % 3 :: 3] if kind == "linear" else choices
     for options, dtype in itertools.product(chosen, DTYPES):

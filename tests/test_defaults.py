@@ -1,4 +1,4 @@
-"""What the library does unasked: nothing random, learned, causal or narrow; and numbers that papers or carriers chose."""
+"""Test defaults: none is random, learned, causal or of low precision, and numbers come from papers or released code."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Names of before, at their new places."""
+"""Test deprecated names."""
 
 import importlib
 import pkgutil

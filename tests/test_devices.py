@@ -1,4 +1,4 @@
-"""Devices without float64: positions, angles, decays and phases are as exact there, and nothing of them is float64 there."""
+"""Test devices without float64: positions, angles, decays and phases are as exact as on the CPU, without float64."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ T = 12
 
 @pytest.fixture(autouse=True)
 def device():
-    """The device exists."""
+    """A context in which the simulated device exists."""
     with WithoutFloat64():
         yield
 

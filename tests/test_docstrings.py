@@ -1,4 +1,4 @@
-"""A public method says what it does, unless it does what the method that it overrides says."""
+"""Test that every public method has a docstring, possibly inherited."""
 
 import importlib
 import inspect
@@ -13,7 +13,7 @@ MODULES = [
 
 
 def undocumented(cls):
-    """Public methods and properties of a class without a docstring, of its own or of what they override."""
+    """Public methods and properties of a class without a docstring, including inherited docstrings."""
     fields = getattr(cls, "__dataclass_fields__", ())
     for name, member in vars(cls).items():
         member = getattr(member, "func", None) or getattr(member, "__func__", member)

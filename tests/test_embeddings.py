@@ -1,4 +1,4 @@
-"""Absolute embeddings: the baselines."""
+"""Test absolute embeddings, the baselines."""
 
 import copy
 import math

@@ -1,6 +1,6 @@
-"""Encodings are unitary representations: the laws that every row of the table obeys.
+"""Test the laws of unitary representations for every encoding of the table.
 
-What they share with schemes (shifts, samples, copies, casts, devices) is tested in test_schemes.py, over the same rows.
+test_schemes.py tests shifts, samples, copies, casts and devices, over the same rows.
 """
 
 import math
@@ -48,7 +48,7 @@ T = 9
 
 
 def operators(encoding, x, tokens=None):
-    """The matrix of each head and token, or of the last ones, ``[*b h t d' d]``, from its columns."""
+    """The matrix of each head and each (or each last) token, ``[*b h t d' d]``, from its columns."""
     unit = torch.eye(encoding.features, dtype=torch.float64)
     shape = (*x.shape[:-2], HEADS, tokens or x.shape[-2], encoding.features)
     rho = encoding(x, torch.float64)

@@ -1,4 +1,4 @@
-"""The engine in one process: what a step is a function of, resuming, stopping, and every choice of a recipe."""
+"""Test the engine in one process: determinism of steps, resuming, stopping, and every choice of a recipe."""
 
 import itertools
 import json
@@ -103,7 +103,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_a_run_is_what_a_plain_loop_computes(run, source, tmp_path, kind, monkeypatch):
-    """Every choice of the optimiser, accumulation, dropout, clipping, schedule, validation; and what a caller is told."""
+    """Every choice of optimiser, accumulation, dropout, clipping, schedule and validation, and the reports to the caller."""
     recipe = TINY.edit(steps=6, weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=1e-3, learning_rate=0.02, seed=2)
     recipe = recipe.edit(validate_every=4, save_every=3, **LOOPS[kind])
     t, told, clock = recipe.training, [], itertools.count()
@@ -381,7 +381,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_advice(run, tmp_p
 
 
 class Noted:
-    """Data whose loss is watched, or changed."""
+    """Data with a hook for the loss."""
 
     def __init__(self, source, loss):
         self.source, self.loss = source, loss

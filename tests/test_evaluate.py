@@ -1,4 +1,4 @@
-"""Perplexity."""
+"""Test perplexity."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def options(scheme):
 
 
 def brute(model, tokens, length, scored):
-    """Every token after enough others, with the window that ends the first batch of `scored` it is in."""
+    """Score each token with enough preceding tokens, in the first window that scores it."""
     losses = []
     tokens = torch.from_numpy(tokens.astype(np.int64))
     last = len(tokens) - 1 - length

@@ -1,4 +1,4 @@
-"""Every task in every command: a comparison and an evaluation; and two processes or a resumed run give the losses of one."""
+"""Test every task in a comparison and an evaluation. Two processes and resumed runs give the same losses as one run."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ def _losses(folder, name):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """The folder of a run of each task in two processes."""
+    """A folder with a run of each task in two processes."""
     folder = tmp_path_factory.mktemp("pairs")
     run_all(folder, 2, [_arguments(task, task, "--devices=2", "--strategy=fsdp2", "--accumulate=2") for task in SMALL])
     return folder

@@ -148,7 +148,7 @@ def test_the_committed_page_has_everything():
 
 
 def test_a_setting_is_what_its_name_says(monkeypatch):
-    """What attention is given: packed segments, masks and positions of padding, heads that differ, a far origin."""
+    """Check the arguments of attention: packed segments, masks, padding positions, different heads, a far origin."""
     monkeypatch.setattr(exactness, "LENGTH", 67)
     seen, attend = [], exactness.ATTENTIONS["linear"]
     at = Scheme.at

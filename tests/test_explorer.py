@@ -1,4 +1,4 @@
-"""The page `explorer`: its catalogue against the registry, and what the browser computes against Python."""
+"""Test the page `explorer`: its catalogue against the registry, and its numbers against Python."""
 
 import itertools
 
@@ -60,7 +60,7 @@ def variants(data):
 
 
 def product(scheme, x, y, q, k):
-    """<rho(x) q, rho(y) k> for each head; q and k are rows of vectors, over which the sum is taken."""
+    """<rho(x) q, rho(y) k> for each head, summed over the rows of q and k."""
     x, y = (torch.as_tensor(position).expand(1, -1) for position in (x, y))
     encoding = scheme.encoding
     at_x, at_y = (side(position, torch.float64) for side, position in ((encoding.query, x), (encoding.key, y)))
@@ -114,7 +114,7 @@ def test_kernels_equal_python(page, data):
 
 
 def mean(scheme, offset):
-    """The mean of the score over unit q = k, by head, and what a scheme adds to it."""
+    """Mean score over unit vectors q = k per head, plus the scheme's bias."""
     unit = torch.eye(scheme.encoding.features, dtype=torch.float64)
     origin, at = offset_of(scheme, [0] * 9), offset_of(scheme, offset)
     added = product(scheme, origin, at, 0 * unit[:1], 0 * unit[:1])

@@ -1,4 +1,4 @@
-"""The price of an addition: what a user adds from outside the package, in the files of tests/extension, and what it gets.
+"""Test additions outside the package, from the files of tests/extension.
 
 CONTRIBUTING.md shows the same files.
 """

@@ -1,4 +1,4 @@
-"""Feature maps: functions of one number, and random features of exp(<q, k> / sqrt(d))."""
+"""Test feature maps: elementwise functions, and random features of exp(<q, k> / sqrt(d))."""
 
 import copy
 import ctypes
@@ -28,7 +28,7 @@ DEFINITIONS = {
 
 
 def arguments(name):
-    """Where a map is finite."""
+    """Arguments at which a map is finite."""
     return X[X.abs() < 60] if name == "exp" else X
 
 
@@ -70,7 +70,7 @@ def test_positive_maps_are_positive(name, dtype):
 @each("phi", COMPILED, ids=lambda phi: phi.name)
 @each("lanes", library.LANES.values())
 def test_the_c_kernel_has_the_values_and_derivatives_of_the_table(lanes, phi):
-    """In float64; derivatives at NaN or infinity are multiplied by a gradient that is lost already."""
+    """In float64. Derivatives at NaN or infinity are not compared, because the gradient there is non-finite anyway."""
     if (lib := library.libraries()[0].get(lanes)) is None:
         pytest.skip(f"no library with vectors of {lanes} numbers: {library.libraries()[1]}")
     y, derivative = torch.empty_like(EDGES), torch.empty_like(EDGES)
@@ -150,7 +150,7 @@ def test_favor_directions_are_orthogonal_in_blocks(d, m):
 
 
 def test_favor_directions_have_the_law_of_gaussian_vectors():
-    """Norms as of Gaussian vectors, and no direction preferred: every coordinate is standard normal."""
+    """Norms are distributed as for Gaussian vectors, and every coordinate is standard normal."""
     w = torch.cat([Favor(4, 4, seed=seed).projection for seed in range(3000)]).double()
     n = len(w)
     assert (w.mean(0).abs() < 5 * n**-0.5).all()
@@ -242,7 +242,7 @@ def test_favor_needs_features(sizes):
 @each("causal", [True, False])
 @each("dtype", [torch.float64, torch.float32, torch.float16])
 def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
-    """phi(q) phi(k) v, and not times scales that only a division would take away again."""
+    """The output is phi(q) phi(k) v without scales, because no division would cancel them."""
     (q, k, v), phi = inputs(2, t=20, dtype=dtype), Favor(8, 12)
     a, b = (phi(x.double()) for x in (q, k))
     weight = a @ b.mT
@@ -263,7 +263,7 @@ def test_favor_without_a_denominator_is_the_sum_of_its_products(causal, dtype):
 
 
 def test_favor_with_added_channels_has_no_scales():
-    """<phi(q), phi(k)> + <a, b>, over its sum; scales of phi would drown what is added."""
+    """Weights are <phi(q), phi(k)> + <a, b> over their sum, without scales of phi, which would hide <a, b>."""
     (q, k, v), phi = inputs(2, t=20), Favor(8, 12).double()
     a, b = torch.rand(2, 1, 20, 3).double()
     weight = phi(q) @ phi(k).mT + a @ b.mT

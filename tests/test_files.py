@@ -1,4 +1,4 @@
-"""The one atomic write."""
+"""Test atomic writes."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_no_file_stays_open(tmp_path):
 
 
 def test_part_files_of_other_names_stay(tmp_path):
-    """Also where a name has characters that patterns are made of."""
+    """Names may contain wildcard characters."""
     mine, other = tmp_path / ".[a].json.1.part", tmp_path / ".a.json.1.part"
     for part in (mine, other):
         part.write_text("half")

@@ -1,4 +1,4 @@
-"""Run folders, and those that were written before there were tasks."""
+"""Test run folders, and folders from versions without tasks."""
 
 import contextlib
 import json
@@ -102,7 +102,7 @@ class Killed(BaseException):
 
 
 def _kill_at(monkeypatch, moment):
-    """Makes the process end at a call that changes folders: a removal is left half done."""
+    """Simulate a kill at a given folder operation; a removal stops halfway."""
     calls = []
 
     def killing(change):
@@ -124,7 +124,7 @@ def _kill_at(monkeypatch, moment):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_a_kill_at_any_moment_costs_nothing_that_was_there(tmp_path, monkeypatch, moment, again):
-    """Killed while it is replaced, or while a second try puts back what the first one's kill left aside."""
+    """The kill comes during a replacement, or while a second attempt restores the folder after a first kill."""
     run = tmp_path / "run"
     folders.start_folder(run, "recipe.json", {"mine": 1})
     (run / "more").write_text("whole")
@@ -201,7 +201,7 @@ def test_what_a_kill_left_aside_goes_with_a_new_run(tmp_path, aside):
 
 
 def test_rows_of_a_run_that_ended(tmp_path):
-    """As many as its recipe has steps, unless patience ended it; one with none, or with a part of one, is damaged."""
+    """A finished run has one row per step unless patience ended it. No rows, or a partial row, are damage."""
     recipe = Recipe().edit(steps=3)
     folders.create(tmp_path / "run", recipe)
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Positions of patches and of frames, compared with the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
+"""Test positions of patches and frames against the released code of DINOv3, VideoRoPE, HoPE and VRoPE."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_an_image_of_another_resolution_has_the_same_box():
 
 
 def video_of_videorope(text, sizes, after, scale):
-    """Its position ids (time, height, width): text, a video, text."""
+    """VideoRoPE's position ids (time, height, width) for text, a video, text."""
     t, h, w = sizes
     before = torch.arange(text).expand(3, -1)
     time = torch.arange(t).view(-1, 1).expand(-1, h * w).flatten() * scale + text
@@ -103,7 +103,7 @@ def test_the_diagonal_is_that_of_videorope_and_hope(scale, sizes):
 
 @each("time", ["slow", "none"])
 def test_pairs_are_those_of_videorope_and_hope(time):
-    """16 + 24 + 24 pairs of 64: height and width alternate over the fastest 48, time has the rest, or no rotation."""
+    """16 + 24 + 24 of 64 pairs: height and width alternate over the fastest 48. Time has the others, or no rotation."""
     q, k, _ = inputs(t=12, d=128)
     x = isopos.frames(2, (2, 2, 2), 2, spacing=2)
     angle = x[None].double() * 10000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)[:, None, None]  # [f t 3]
@@ -113,7 +113,7 @@ def test_pairs_are_those_of_videorope_and_hope(time):
 
 
 def test_corners_are_those_of_vrope():
-    """The sums of both directions of each axis, frame after frame; pairs take them in turn."""
+    """Coordinates are sums of both directions of each axis, frame after frame; pairs alternate between them."""
     t, h, w = 3, 2, 4
     rows, columns = torch.arange(h)[:, None].expand(h, w), torch.arange(w).expand(h, w)
     both = [(rows, rows.flip(0)), (columns, columns.flip(1))]
@@ -142,7 +142,7 @@ def test_a_grid_is_that_of_qwen():
 
 @each("layout", ["grid", "diagonal", "corners"])
 def test_a_sequence_goes_on_where_it_ended(layout):
-    """What follows is at the positions that it has alone, moved: a stream's next chunk."""
+    """The next chunk of a stream has the positions of a separate sequence plus an offset."""
     whole, first = (isopos.frames(*parts, layout=layout) for parts in ((3, (2, 3, 2), 4), (3, (2, 3, 2))))
     rest = isopos.frames(4, layout=layout, start=int(whole[-4, 0]))
     assert torch.cat((first, rest)).equal(whole)

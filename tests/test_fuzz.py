@@ -1,4 +1,4 @@
-"""Random calls, command lines and damaged files: a right answer or one clear error. `make fuzz` draws many of each."""
+"""Test that random calls, command lines and damaged files give a correct result or one clear error (`make fuzz`)."""
 
 import contextlib
 import faulthandler
@@ -28,7 +28,7 @@ FUZZ = "fuzz"  # a profile of Hypothesis
 
 
 def run_examples(strategy, run, examples):
-    """Run examples of a strategy; under the profile "fuzz" as many as it has."""
+    """Run examples of a strategy; with the profile "fuzz", as many as the profile sets."""
     many = settings.get_current_profile_name() == FUZZ
     count = settings().max_examples if many else examples
 
@@ -43,7 +43,7 @@ def run_examples(strategy, run, examples):
 
 @contextlib.contextmanager
 def guarded(case):
-    """A case that ends the process, or never ends, is in a file, with the traceback of the latter; memory has a limit."""
+    """Write the case to a file before it runs, limit memory, and end an endless case with a traceback in the file."""
     CASE.parent.mkdir(exist_ok=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with CASE.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -58,13 +58,13 @@ def guarded(case):
 
 
 def few(fast, slow):
-    """How many examples: few, and more among the slow tests."""
+    """Parametrise by the number of examples: `fast`, or `slow` in a slow test."""
     return pytest.mark.parametrize("examples", [fast, pytest.param(slow, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A working folder, and how each command that reads runs ends in it."""
+    """A working folder with runs (workspace.py)."""
     folder = tmp_path_factory.mktemp("made")
     make(folder)
     return folder
@@ -72,7 +72,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(made):
-    """How commands that read runs end in the whole folder, when they are asked for."""
+    """A function from a command's name to its result in the undamaged folder, cached."""
     found = {}
 
     def ended(name):
@@ -162,7 +162,7 @@ def test_a_wrong_answer_of_a_call_is_found(found, monkeypatch):
 
 
 def leaves(path):
-    """A command that is refused, and leaves a folder."""
+    """A stub for a command that fails but leaves a folder."""
     Path(path).mkdir(parents=True)
     return Ended(2, "", "isopos: refused")
 

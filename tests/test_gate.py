@@ -1,4 +1,4 @@
-"""What may reach compiled code: plain numbers in a CPU's memory. All else is an error, or another backend's."""
+"""Test that only plain CPU tensors reach compiled code. Other arguments are errors, or use another backend."""
 
 from functools import partial
 

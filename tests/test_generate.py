@@ -1,4 +1,4 @@
-"""Text from a trained run."""
+"""Test text generation from a trained run."""
 
 import json
 

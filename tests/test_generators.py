@@ -1,4 +1,4 @@
-"""Encodings by skew generators against their exponentials, and the schemes that learn them against those they extend."""
+"""Test encodings by skew generators against matrix exponentials, and learned schemes against their special cases."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_cayley_is_equation_10():
 
 
 def axial(axes, pairs):
-    """Rope on each axis, on so many pairs of its own."""
+    """Rope on each axis, with the given numbers of pairs."""
     return Rotary(torch.block_diag(*(rope_frequencies(n) for n in pairs)).view(1, axes, -1))
 
 
@@ -125,7 +125,7 @@ def test_grape_leaves_other_directions():
 
 @each("name", ["string", "comrope", "grape", "string-circulant"])
 def test_learned_generators_stay_relative_and_isometric(name):
-    """To float64's precision, however far they have moved."""
+    """The laws hold to float64 precision for any parameter values."""
     options = {"variant": "circulant"} if "-" in name else {}
     encoding = perturb(isopos.schemes.REGISTRY[name.partition("-")[0]](HEAD_DIM, HEADS, axes=2, **options).encoding, 10.0)
     (q, k, _), x = inputs(2, t=T), 100 * PLANE

@@ -1,4 +1,4 @@
-"""GLUE: its files, samples and figures, and classifiers that begin with the weights of a masked language model."""
+"""Test GLUE: files, samples, metrics, and classifiers that start from a masked language model."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 
 def table(path, header, rows):
-    """A file of rows of cells, under the names of their columns where there are any."""
+    """Write rows as a table, with a header if column names are given."""
     lines = ["\t".join(map(str, row)) + "\n" for row in ([header] if header else []) + rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
@@ -42,7 +42,7 @@ def table(path, header, rows):
 
 
 def cola(folder, count=48, dev=16):
-    """Phrases that end with a or b, and which."""
+    """Phrases that end with a or b, and a label for the ending."""
     rows = [("gj04", n % 2, "", f"phrase {n // 2 % 9} ends with {'ab'[n % 2]}") for n in range(count + dev)]
     table(folder / "CoLA" / "train.tsv", None, rows[:count])
     table(folder / "CoLA" / "dev.tsv", None, rows[count:])

@@ -1,6 +1,6 @@
-"""On a GPU: every scheme in both kinds of attention equals float64 on a CPU, with its gradients.
+"""Test on a GPU that every scheme equals float64 on a CPU in both kinds of attention, with gradients.
 
-The most telling tests come first. ISOPOS_TRITON=any asks for Triton's kernels, as `make test-gpu` does. ISOPOS_GPU names
+The most important tests come first. ISOPOS_TRITON=any requests the Triton kernels, as `make test-gpu` does. ISOPOS_GPU names
 another device than cuda.
 """
 
@@ -26,19 +26,19 @@ ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a
 
 
 def near(actual, expected, dtype):
-    """Equal but for a part of the norm."""
+    """Assert that the error is small relative to the norm."""
     assert actual.shape == expected.shape
     assert actual.isfinite().all()
     assert (actual.cpu().double() - expected.cpu().double()).norm() <= ERROR[dtype] * max(1, expected.double().norm())
 
 
 def there(value, dtype=None):
-    """Content on the device, as leaves of its own."""
+    """Copies of tensors on the device, as separate leaves."""
     return [x.detach().to(DEVICE, dtype or x.dtype).requires_grad_(x.requires_grad) for x in value]
 
 
 def both(case, kind, dtype):
-    """A scheme with content and positions, here in float64 and there in a dtype; content has the same numbers."""
+    """A scheme, content and positions on the CPU in float64, and on the device in a dtype with the same numbers."""
     scheme = case.build(attention=kind)
     x = case.positions(2, t=T)
     content = [a.to(dtype).double().requires_grad_() for a in inputs_of(scheme, 2, t=T)]
@@ -127,7 +127,7 @@ def test_compiled_into_one_graph(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @with_kinds(SCHEMES)
 def test_attention_and_its_gradients(monkeypatch, case, kind, dtype):
-    """By Triton's kernels where they are asked for and serve, and in float32 by PyTorch's operations, too."""
+    """Use the Triton kernels if they are requested and serve; float32 also uses PyTorch's operations."""
     here, device = both(case, kind, dtype)
     with torch.no_grad():
         for own in (here[0], device[0]):

@@ -1,4 +1,4 @@
-"""isopos gpu-check with processes that only pretend: what is recorded, what continues, and what switches kernels on."""
+"""Test isopos gpu-check with simulated processes: records, continuation, and the file that enables kernels."""
 
 import json
 import os
@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def check(monkeypatch, tmp_path):
-    """Runs rows with these names; their names by the processes that were asked, and the results in order."""
+    """Run rows with these names; returns the names per process, and the results in order."""
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "pretend.py"
     program.write_text(PRETEND.replace("KERNELS", repr(trust.fingerprint())))
@@ -179,7 +179,7 @@ def test_the_command_needs_torch_and_triton_alone(tmp_path):
 
 
 def results(**changed):
-    """Results in which all rows have passed, but for some whose names contain a text."""
+    """Results in which all rows pass except rows whose names contain a text."""
     machine = {"row": "machine", "status": "measured", "device": "a GPU", "triton": "3.7.1", "ptxas": "13.4"}
     found = {"machine": machine | {"kernels": trust.fingerprint(), "small": False}}
     for name in gpu_rows.rows():

@@ -1,4 +1,4 @@
-"""Positions of graphs: eigenvectors by their equation, edge lists, and what is no graph."""
+"""Test positions of graphs: the eigenvector equation, edge lists, and errors for invalid graphs."""
 
 import itertools
 import math

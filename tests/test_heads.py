@@ -1,4 +1,4 @@
-"""Heads of queries that share heads of keys: what is one a head may be one of either, and messages speak of the caller's."""
+"""Test grouped heads: per-head tensors may be per query head or per key head, and errors use the caller's shapes."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_the_naive_definition_shares_heads(causal, heads):
 
 
 def test_samples_that_queries_lack_are_no_groups():
-    """Two samples of keys beside groups of two heads: neither takes the other's place."""
+    """Keys have two samples and groups of two heads; the two axes must not be confused."""
     q, k, v = inputs(2, t=T, heads=2)
     q = inputs(1, t=T, heads=4)[0][0]
     expected = DEFINITIONS["linear"](q, *(x.repeat_interleave(2, 1) for x in (k, v)), feature_map=elu1)

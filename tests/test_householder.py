@@ -1,4 +1,4 @@
-"""PaTH: products of matrices of the tokens between, by the paper's formula, by chunks, in streams; laws and refusals."""
+"""Test PaTH, products of the matrices between key and query: the paper's formula, chunks, streams, laws and errors."""
 
 import math
 
@@ -35,25 +35,25 @@ def _short_chunks(monkeypatch):
 
 
 def made(kind, size=0.5, heads=HEADS, **options):
-    """A scheme whose every parameter is off its initial value, zeros included."""
+    """A scheme with all parameters perturbed, including zeros."""
     return perturb(perturb(schemes.path(HEAD_DIM, heads, attention=kind, **options), 4), size)
 
 
 def factors(s, p=0, d=HEAD_DIM):
-    """Random unit vectors, and strengths of which every second is exactly 0, 1 or 2; the first p are the identity."""
+    """Random unit vectors and strengths. Half of the strengths are 0, 1 or 2. The first p matrices are the identity."""
     vector = F.normalize(torch.randn(2, HEADS, s, d, dtype=torch.float64), dim=-1)
     strength = torch.where(torch.rand(2, HEADS, s) < 0.5, torch.randint(3, (2, HEADS, s)), 2 * torch.rand(2, HEADS, s))
     return F.pad(vector, (0, 0, p, 0)), F.pad(strength.double(), (p, 0))
 
 
 def matrices(vector, strength):
-    """H_m ``[b h s d d]``."""
+    """The matrices H_m ``[b h s d d]``."""
     identity = torch.eye(vector.shape[-1], dtype=vector.dtype)
     return identity - strength[..., None, None] * vector[..., :, None] * vector[..., None, :]
 
 
 def by_formula(q, k, h):
-    """q_i^T H_i H_{i-1} ... H_{j+1} k_j of every pair, with one product of matrices each ``[b h t t]``."""
+    """q_i^T H_i H_{i-1} ... H_{j+1} k_j of every pair, ``[b h t t]``, with a separate product for each pair."""
     t = k.shape[-2]
     score = torch.zeros(*q.shape[:-1], t, dtype=q.dtype)
     for j in range(t):
@@ -66,7 +66,7 @@ def by_formula(q, k, h):
 
 
 def by_pairs(scheme, q, k, v):
-    """The paper's attention: every matrix is formed, and every product of them."""
+    """The paper's attention, with explicit matrices and products."""
     linear, t, turn = scheme.attention == "linear", q.shape[-2], scheme.turn
     w = torch.einsum("hed,bhtd->bhte", turn.weight, k)
     w = w / w.square().sum(-1, keepdim=True).sqrt()
@@ -99,7 +99,7 @@ def test_naive_scores_are_those_of_the_formula():
 @each("s, t, p, chunk", [*((*size, CHUNK) for size in SIZES), (130, 130, 0, 64), (130, 66, 3, 64)])
 @torch.no_grad()
 def test_chunks_equal_tokens_at_any_length_and_strength(s, t, p, chunk, monkeypatch):
-    """Scores, sums and carried keys; p keys of a past have no matrices of their own."""
+    """Compare scores, sums and carried keys. The first p keys come from a state and have no matrices."""
     monkeypatch.setattr(householder, "CHUNK", chunk)
     q, k, _ = inputs(2, t=t, s=p + s)
     vector, strength = factors(s, p)
@@ -164,7 +164,7 @@ def test_attention_is_that_of_the_paper_with_all_gradients(kind, options):
 
 @both
 def test_matrices_that_are_the_identity_leave_no_positions(kind):
-    """Strength zero, and keys of zero; with forget gates what remains is fox."""
+    """Matrices are the identity for zero strength and for zero keys. With forget gates the scheme is then fox."""
     content, x = inputs(2, t=T, dtype=torch.float32), sequence(T)
     for decay, name in (("none", "none"), ("forget", "fox")):
         scheme, other = (schemes.REGISTRY[n](HEAD_DIM, HEADS, attention=kind, decay=decay) for n in ("path", name))
@@ -223,7 +223,7 @@ def test_a_decoder_reads_and_writes_streams(kind):
 @both
 @each("options", OPTIONS)
 def test_other_segments_and_masked_tokens_have_no_matrix(kind, options):
-    """NaN and infinity of theirs included, and no gradient comes from them."""
+    """They contain NaN and infinity, and their gradients are zero."""
     scheme, (q, k, v) = made(kind, **options), inputs(1, t=T)
     cut = CHUNK - 3
     ids, at = (torch.arange(T) >= cut).long()[None], scheme.at(sequence(T), dtype=torch.float64)
@@ -284,7 +284,7 @@ def test_softmax_attention_has_windows_of_streams_and_fewer_queries():
 
 @both
 def test_norms_never_grow_and_reflections_keep_them(kind):
-    """However long the path is, in float32."""
+    """In float32, for any number of tokens between."""
     k = torch.randn(1, HEADS, 500, HEAD_DIM)
     for strength in ("learned", "reflection"):
         scheme = made(kind, strength=strength).float()

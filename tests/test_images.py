@@ -1,4 +1,4 @@
-"""Images: folders and archives of them, the cache, batches, views, and what a classifier makes of them."""
+"""Test the images task: folders and archives, the cache, batches, views, and a classifier's training."""
 
 import base64
 import copy
@@ -35,14 +35,14 @@ def _own_cache(monkeypatch, tmp_path_factory):
 
 
 def paint(path, value=100, size=(8, 8), mode="L", **more):
-    """An image file of one value."""
+    """Write an image with one pixel value."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value).save(path, **more)
     return path
 
 
 def bars(root, count=40, side=8):
-    """Two classes: a bar that lies, and one that stands, anywhere; a few values of grey."""
+    """Write images of two classes: horizontal and vertical bars at random positions, on dark noise."""
     random = np.random.default_rng(0)
     for n in range(count):
         pixels = random.integers(0, 40, (side, side)).astype(np.uint8)
@@ -55,7 +55,7 @@ def bars(root, count=40, side=8):
 
 
 def ready(tmp_path, scheme=GRID, count=40, side=8, **edits):
-    """A recipe, settled, and its data: of bars."""
+    """A recipe with inferred fields, and its data, which are bars."""
     source = bars(tmp_path / "bars", count, side)
     sizes = {"batch": 4, "layers": 1, "model_dim": 16, "heads": 2, "patch": 2}
     recipe = Recipe(task=Images(data=source)).edit(scheme=scheme, **sizes | edits)
@@ -77,7 +77,7 @@ def test_classes_are_folders_and_a_tenth_of_each_is_held_out(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder of parquet files that `datasets` reads as it would from the hub: images, labels from 0 on, or -1 for none."""
+    """Write parquet files, which `datasets` reads like a dataset of the hub. The label -1 means no label."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
@@ -167,7 +167,7 @@ def test_sizes_below_zero_are_refused_before_anything_is_read(tmp_path):
 
 
 def test_modes_of_images(tmp_path):
-    """Grey images stay grey until one has colours; alpha is over white, 16 bits are 8, palettes are colours."""
+    """Grey images keep one channel if no image has colours. Alpha blends with white, 16 bits become 8, palettes RGB."""
     for n in range(2):
         paint(tmp_path / "a" / f"{n}.png", 51 + n)
         paint(tmp_path / "b" / f"{n}.png", 1, mode="1")
@@ -369,7 +369,7 @@ CHANGES = {  # of training images, in the order in which they are made
 @pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("mixing", [{}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}], ids=str)
 def test_every_combination_of_changes_is_one_after_the_other_for_each_image_by_itself(tmp_path, margin, mixing):
-    """Of a generator of each (seed, step, row): moves, a flip, a crop, a policy, an edge, noise; pairs are mixed last."""
+    """Each (seed, step, row) has one generator. The order is move, flip, crop, policy, edge, noise, then mixing of pairs."""
     pictures = read_images(bars(tmp_path / "bars", 12, 16))
     for changes in itertools.product(*CHANGES.values()):
         settings = dict(zip(CHANGES, changes, strict=True))
@@ -498,7 +498,7 @@ def test_changes_that_cannot_be_are_refused_before_any_image_is_read(wrong, mess
 
 
 def replaced(data, shift):
-    """The data with images moved by so much when they are scored."""
+    """A copy of the data that shifts images by `shift` pixels for scores."""
     other = copy.copy(data)
     other.shift = shift
     return other
@@ -582,7 +582,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_short_training_finds_which_side_a_dot_is_on_by_its_place(tmp_path):
-    """Without positions patches of one pixel tell nothing."""
+    """Without positions, patches of one pixel carry no information about the class."""
     random = np.random.default_rng(0)
     for n in range(200):
         pixels = random.integers(0, 40, (6, 6)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""What a difference between few figures shows: Student's intervals, and how often they are wrong."""
+"""Test Student's intervals for differences of few figures, and their error rates."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def test_intervals_of_known_figures():
 
 
 def test_a_picked_pair_shares_the_5_percent_with_all_others():
-    """Student's t of two degrees of freedom is p (2 / (1 - p^2))^1/2; of one, a tangent."""
+    """Student's t with two degrees of freedom is p (2 / (1 - p^2))^1/2; with one, a tangent."""
     for pairs in (1, 5, 20, 190):
         inside = 1 - 0.05 / pairs
         assert student(2, pairs) == pytest.approx(inside * (2 / (1 - inside**2)) ** 0.5, rel=1e-6)
@@ -71,9 +71,10 @@ def test_fewer_than_three_seeds_show_nothing(values):
 
 
 def test_without_a_difference_one_in_twenty_is_shown():
-    """Rows whose figures differ by noise alone, of three seeds that move all of them by more.
+    """Rows differ only by noise, and the three seeds shift all rows by more than the noise.
 
-    Paired by seed 5% are shown; by each row's distances to a third one, or by its figures, at most as many.
+    Paired intervals exclude 0 in 5% of the cases. Unpaired intervals, of figures or of distances to a third row, do so less
+    often.
     """
     draw, times = random.Random(1), 2000
     fires = {"paired": [], "distances": [], "columns": []}

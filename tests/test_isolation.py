@@ -1,4 +1,4 @@
-"""What a token holds reaches no row that does not see it, NaN and infinity included."""
+"""Test containment: the content of a token, including NaN and infinity, reaches only rows that attend to it."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def arguments(kind, name, dtype, **choices):
 
 
 def seen(which, *, causal, packed):
-    """Rows that see the token j, or are its own."""
+    """Rows that attend to token J, and its row."""
     rows = torch.arange(T)
     found = (rows >= J) if causal else rows >= 0
     return rows == J if which == 0 else found & (IDS[J] == IDS) if packed else found
@@ -58,7 +58,7 @@ def test_rows_do_not_hold_what_they_do_not_see(monkeypatch, kind, name, path, ca
 
 
 def isolated(out, whole, rows, leaves, which):
-    """Rows that do not see it are whole; NaN in q, k or v (`which`) is in all that do, and in no gradient of the others."""
+    """Assert that rows that see the token have NaN, and that all other rows and their gradients are unaffected."""
     assert out[0, 0, ~rows].isfinite().all()
     torch.testing.assert_close(out[0, 0, ~rows], whole[0, 0, ~rows], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(out[1], whole[1], atol=1e-5, rtol=1e-4)
@@ -119,7 +119,7 @@ def test_clipped_terms(ids):
 
 @each("path", ["compiled", "definition"])
 def test_a_weight_of_zero_hides_what_is_far_away(path):
-    """A log decay of -1000 between two tokens is a border, too."""
+    """A log decay of -1000 between two tokens separates them."""
     q, k, v = drawn(torch.float32 if path == "compiled" else torch.float64)
     g = torch.where(torch.arange(T) < J, 0.0, -1000.0).double()
     v[..., 0, :] = torch.nan

@@ -53,7 +53,7 @@ def test_scores_are_those_of_the_definition():
 @each("attention", ["linear", "softmax"])
 @each("name", [name for name in CATALOG if name != "fox"])  # whose keys here are all alike
 def test_statements_about_content_hold(name, attention):
-    """What positions add to scores, or multiply them by, is the same for other content, up to one factor a head."""
+    """The effect of positions on scores does not depend on content, up to one factor per head."""
     try:
         scheme = REGISTRY[name](8, 2, attention=attention)
     except ValueError:
@@ -141,7 +141,7 @@ def test_an_embedding_of_another_width_is_refused():
 
 @each("spec", ["ape_product:parts=tree2+sequence", "ape_product:parts=sequence+tree1+ring4"])
 def test_a_panel_is_its_part_of_the_scores_of_the_whole_group(spec):
-    """Every panel beside scores at whole positions, of which the other columns are those of the origin."""
+    """Each panel equals the scores at full positions, with the other coordinates at the origin."""
     name, _, parts = spec.partition(":parts=")
     scheme = getattr(isopos, name)(8, 2, parts=parts)
     first = 0

@@ -1,4 +1,4 @@
-"""Language models of words and pieces from the command line: trained, evaluated as the papers do, and asked to write."""
+"""Test language models of words and BPE tokens from the command line: training, evaluation, and generation."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
 
 
 def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
-    """DroPE: weights of a run with positions, trained on without; what the scheme learns begins anew."""
+    """DroPE: a run starts from weights trained with positions. Parameters of another scheme are reinitialised."""
     sizes = ["--length=16", "--layers=1", "--model-dim=16", "--heads=2", "--batch=4", "--steps=4", "--save-every=2"]
     sizes += ["--validation-tokens=64", "--device=cpu"]
     assert isopos("train", "quickstart", "--scheme=lrpe-orthogonal", "--name=with", *sizes)[0] == 0

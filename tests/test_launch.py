@@ -1,4 +1,4 @@
-"""`isopos train`, `eval` and `runs` through the command line, in one process."""
+"""Test `isopos train`, `eval` and `runs` through the command line, in one process."""
 
 import io
 import json
@@ -25,7 +25,7 @@ TRAIN = ["train", "quickstart", "--steps=6", "--save-every=2", *TINY]
 
 
 def _interrupting(monkeypatch, step):
-    """Makes training receive SIGINT, as Ctrl-C does, at a step."""
+    """Send SIGINT to training at a step, as Ctrl-C does."""
     original = training.train
 
     def train(recipe, source, folder, show, **options):
@@ -226,7 +226,7 @@ def _listed(folder):
 
 
 def test_runs_are_listed_with_what_their_folders_say(isopos, tmp_path):
-    """The last loss, the best validation of one that goes on or the score of one that ended; hidden ones are none."""
+    """The list has the last loss, and the best validation of unfinished or the score of finished runs; no hidden folders."""
     whole = [*TRAIN, "--validate-every=2", "--learning-rate=0.3", "--schedule=constant"]
     assert isopos(*whole, "--name=seed-a")[0] == 0
     for name in ("seed-b", "seed-c"):
@@ -255,7 +255,7 @@ def test_runs_are_listed_with_what_their_folders_say(isopos, tmp_path):
 
 
 def test_what_eval_appends_in_full(isopos, tmp_path):
-    """An entry per call, the latest last; whatever was asked for stands in it, with the figures that are printed."""
+    """Each call appends one entry with its arguments and the printed figures."""
     assert isopos(*TRAIN, "--name=a", "--steps=3")[0] == 0
     path = tmp_path / "runs" / "a" / "eval.json"
     recipe, model = checkpoints.load_run(path.parent)

@@ -1,4 +1,4 @@
-"""The report of laws: every row of the table keeps what it promises, and what is broken is found with a counterexample."""
+"""Test the report of laws: all schemes keep their promises, and broken encodings give counterexamples."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PROPERTIES = {"directional", "periodic", "positive"}
 
 
 def broken_of(case):
-    """The laws that a scheme does not promise."""
+    """Names of the laws that a scheme does not promise."""
     seen = {
         "ape-absolute",
         "spe-sine",
@@ -74,7 +74,7 @@ def test_precision_is_of_the_dtype(dtype):
 
 
 class _Broken(encodings.Encoding):
-    """A rotation by the square of the position: isometric, not relative."""
+    """Rotation by the square of the position: an isometry, but not relative."""
 
     def __init__(self):
         super().__init__()
@@ -86,21 +86,21 @@ class _Broken(encodings.Encoding):
 
 
 class _Growing(_Broken):
-    """Twice as long: not an isometry."""
+    """Rotation times 2: not an isometry."""
 
     def forward(self, x, dtype=torch.float32):
         return maps.Chain(self.inner(x, dtype), maps.Matrix(2 * torch.eye(4, dtype=dtype)[None]))
 
 
 class _Late(_Broken):
-    """A step ahead: relative, but not the identity at the origin as an operator of its own would be."""
+    """Rotation at positions clamped to -400 from below: not a homomorphism."""
 
     def forward(self, x, dtype=torch.float32):
         return self.inner(x.clamp_min(-400), dtype)
 
 
 class _Rounded(_Broken):
-    """Angles in float32: wrong far from zero."""
+    """Rotation with angles in float32: inexact far from zero."""
 
     def forward(self, x, dtype=torch.float32):
         angle = (0.3 * x.to(dtype))[..., None, :, :].expand(*x.shape[:-2], 1, -1, 2)
@@ -108,7 +108,7 @@ class _Rounded(_Broken):
 
 
 class _Coarse(_Broken):
-    """Tables of bfloat16, whatever is asked for."""
+    """Tables rounded to bfloat16 if float32 is requested."""
 
     def forward(self, x, dtype=torch.float32):
         rho = self.inner(x, dtype)
@@ -116,7 +116,7 @@ class _Coarse(_Broken):
 
 
 class _Dead(_Broken):
-    """With a parameter that nothing uses."""
+    """An encoding with an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class _Dead(_Broken):
 
 
 class _Headless(_Broken):
-    """Tables without an axis of heads."""
+    """Tables without a head axis."""
 
     def forward(self, x, dtype=torch.float32):
         rho = self.inner(x, dtype)
@@ -135,14 +135,14 @@ class _Headless(_Broken):
 
 
 class _TokenMatrix(_Broken):
-    """A matrix a token, whose tokens stand where heads belong."""
+    """Matrices with the token axis in the place of the head axis."""
 
     def forward(self, x, dtype=torch.float32):
         return maps.Matrix(torch.eye(4, dtype=dtype).expand(*x.shape[:-1], 4, 4))
 
 
 class _OneAxis(_Dead):
-    """With a parameter of one axis that is used."""
+    """An encoding that uses a parameter with one axis."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ class _OneAxis(_Dead):
 
 
 class _DeadHead(_OneAxis):
-    """With a parameter of two heads, of which one is used."""
+    """An encoding that uses one head of a parameter with two heads."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ class _DeadHead(_OneAxis):
 
 
 class _Backwards(encodings.Encoding):
-    """Products along a path in the wrong order, the last branch first: a shift would be multiplication from the right."""
+    """Products along a path of a tree with the last branch first. A shift then multiplies them from the wrong side."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ class _Backwards(encodings.Encoding):
 
 
 class _OneSided(couplings.Absolute):
-    """Positions of keys alone."""
+    """A map of keys without a map of queries."""
 
     def __init__(self):
         super().__init__(encodings.Rotary(torch.rand(1, 1, 4)))
@@ -238,7 +238,7 @@ def test_a_parameter_of_one_axis_is_measured():
 
 
 class _Raising(_Broken):
-    """Raises an error from a position on."""
+    """An encoding that raises an error at positions beyond a limit."""
 
     def __init__(self, error=None, limit=0):
         super().__init__()
@@ -342,7 +342,7 @@ def test_direction_and_positivity_are_properties_not_laws():
 
 @each("seed", range(3))
 def test_random_orthogonal_powers_do_not_keep_denominators_positive(seed):
-    """The ablation of PermuteFormer: permutations do."""
+    """Permutations keep denominators positive; their replacement by orthogonal matrices is PermuteFormer's ablation."""
     assert laws.check(isopos.permuteformer(8, 2, seed=seed))["positive"].holds
     orthogonal = laws.check(isopos.permuteformer(8, 2, matrix="orthogonal", decay="none", seed=seed), seed=seed)
     assert orthogonal.holds
@@ -390,7 +390,7 @@ def test_the_report_prints_a_line_a_finding():
 
 
 class _Coarse(_Broken):
-    """Angles in float32: relative near zero within its own rounding, and wrong far out."""
+    """Rotation with angles in float32: relative near zero up to rounding, inexact far from zero."""
 
     def forward(self, x, dtype=torch.float32):
         angle = x.float()[..., None, :, :] * torch.tensor([1.0, 0.1])
@@ -398,7 +398,7 @@ class _Coarse(_Broken):
 
 
 class _Clamped(_Broken):
-    """Positions beyond 1500 are one."""
+    """Rotation at positions clamped to [-1500, 1500]."""
 
     def forward(self, x, dtype=torch.float32):
         return self.inner(x.clamp(-1500, 1500), dtype)
@@ -431,7 +431,7 @@ def test_positions_that_change_nothing_are_found(monkeypatch):
 
 
 class _Noting(_Broken):
-    """Remembers the positions that it is asked for."""
+    """An encoding that records the largest position of each call."""
 
     def __init__(self):
         super().__init__()
@@ -452,7 +452,7 @@ def test_exactness_is_measured_at_a_million_and_as_far_as_is_promised():
 
 @each(("size", "change", "holds"), [(1e6, 1e-6, True), (1e6, 1e-1, False), (1e-6, 1e-10, True), (1e-2, 1e-5, False)])
 def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
-    """Roundings of large scores are no broken law; what is small beside 1 does not matter."""
+    """The tolerance is relative for large scores and absolute for scores below 1."""
     from isopos.laws import checks
 
     here, shift = torch.full((1, 2), size, dtype=torch.float64), torch.zeros(1, 1)

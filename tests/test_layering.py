@@ -1,4 +1,4 @@
-"""Imports point downward, without circles; the core needs torch and numpy alone; nothing is too long."""
+"""Test that imports point downward without cycles, the core needs only torch and numpy, and nothing is too long."""
 
 import ast
 import graphlib
@@ -98,13 +98,13 @@ def imported(nodes: list[ast.AST], package: str) -> set[str]:
 
 
 def imports(name: str, *, run: bool = False) -> set[str]:
-    """Of a module, wherever in it, or only where importing it runs them."""
+    """Names that a module imports: anywhere, or (`run`) only when it is imported."""
     package = f"isopos.{name}" if MODULES[name].name == "__init__.py" else f"isopos.{name}".rpartition(".")[0]
     return imported(at_import(parsed(name)) if run else list(ast.walk(parsed(name))), package.removesuffix(".__init__"))
 
 
 def own(names: set[str]) -> set[str]:
-    """Those of them that are modules of isopos, or hold what is imported."""
+    """The modules of isopos that contain these names."""
     found = set()
     for parts in (name.split(".")[1:] for name in names if name.split(".")[0] == "isopos"):
         known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
@@ -129,7 +129,7 @@ def test_imports_point_downward():
 
 
 def test_imports_have_no_circles():
-    """Of all imports, also those within functions and those that only a type checker reads."""
+    """All imports count, also within functions and for type checkers."""
     list(graphlib.TopologicalSorter({name: own(imports(name)) - {name} for name in MODULES}).static_order())
 
 
@@ -151,7 +151,7 @@ def f():
 
 
 def test_the_core_needs_torch_and_numpy_alone():
-    """Any other package is imported where it is used, in a function of the room that is made for it."""
+    """Any other package is imported inside a function of its layer."""
     allowed, found = {*sys.stdlib_module_names, "isopos", "torch", "numpy"}, {}
     for name in (name for name in MODULES if name.split(".")[0] != "lab"):
         assert {module.split(".")[0] for module in imports(name, run=True)} <= allowed, name
@@ -160,7 +160,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 def test_help_needs_no_torch():
-    """Neither the command line nor what it imports from isopos in turn does, until a command runs."""
+    """Neither the command line nor its imports from isopos import torch before a command runs."""
     seen, ahead = set(), {"cli", *own(imports("cli"))}
     while ahead - seen:
         name = (ahead - seen).pop()
@@ -218,7 +218,7 @@ def test_a_name_that_is_not_there():
 
 
 def test_nothing_is_too_long():
-    """Docstrings of functions are not counted."""
+    """Function docstrings do not count."""
     found = {name for name, path in MODULES.items() if len(path.read_text("utf-8").splitlines()) > MOST["module"]}
     for name in MODULES:
         for node in ast.walk(parsed(name)):

@@ -1,4 +1,4 @@
-"""A scheme a layer: models, streams, fingerprints, and how command lines and files say it."""
+"""Test one scheme per layer: models, streams, fingerprints, command lines and files."""
 
 import copy
 import json

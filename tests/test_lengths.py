@@ -1,4 +1,4 @@
-"""Frequencies for sequences longer than in training; test_oracles.py compares them with those of transformers."""
+"""Test frequencies for sequences longer than in training. test_oracles.py compares them with transformers."""
 
 import copy
 import json
@@ -108,7 +108,7 @@ def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones(truncate):
 
 
 def test_yarn_counts_on_beyond_the_last_pair():
-    """Where the slowest pair turns more than once, it is kept in part, by its turns as any other."""
+    """If the slowest pair makes more than one full turn, YaRN keeps part of its frequency, as for all other pairs."""
     w, trained, factor = rope_frequencies(4), 1 << 16, 8.0
     kept = (rule("yarn", factor, trained, truncate=False)(w[None, None])[0, 0] / w - 1 / factor) / (1 - 1 / factor)
     turns = trained * w / (2 * math.pi)
@@ -117,7 +117,7 @@ def test_yarn_counts_on_beyond_the_last_pair():
 
 
 def released_dype(count, base, trained, factor, time):
-    """The frequencies of DyPE's released YaRN for one axis, ``[count]``."""
+    """Frequencies ``[count]`` of one axis, by DyPE's released code with YaRN."""
     pair = torch.arange(count, dtype=torch.float64)
     plain = base ** (-pair / count)
     larger = (base * factor ** (2 * count / (2 * count - 2))) ** (-pair / count)
@@ -294,7 +294,7 @@ def test_features_that_pass_are_made_sharper_in_whole_logits_alone(name, layout)
 
 
 def test_a_factor_of_some_features_leaves_positions_of_values_as_they_are():
-    """Any maps side by side, one of them no rotation of pairs; with and without what was evaluated before."""
+    """A direct sum of several maps, with a map that is no rotation; with and without reuse of an evaluation."""
     group, frequency = Line(), rope_frequencies(1)[None, None]
     parts = [encodings.Rotary(frequency, group=group), encodings.Permutation(torch.tensor([[1, 2, 0]]))]
     encoding = encodings.DirectSum([*parts, encodings.Identity(3, group)], shared=True)
@@ -412,7 +412,7 @@ def test_weights_are_those_of_the_training_and_a_second_extension_takes_the_plac
 
 
 def test_a_new_resolution_of_a_grid():
-    """Interpolated to four times the pixels, every second pixel has the place that it had."""
+    """With four times the pixels, every second pixel keeps its interpolated position."""
     q, k, _ = inputs(t=9)
     small, large = grid(3, 3), 2 * grid(3, 3)
     for scheme in (
@@ -428,7 +428,7 @@ def test_a_new_resolution_of_a_grid():
 
 @each("name", ["grape", "liere"])
 def test_positions_are_interpolated_where_frequencies_make_no_series(name):
-    """A head that turns one plane has no series of frequencies, and generators that do not commute have none at all."""
+    """A head with one plane has no series of frequencies. Generators that do not commute have no frequencies."""
     scheme = perturb(schemes.REGISTRY[name](8, HEADS, axes=2))
     q, k, _ = inputs(t=9)
     x = grid(3, 3)

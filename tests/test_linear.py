@@ -1,4 +1,4 @@
-"""Linear attention on tensors: the fast sums of `isopos.ops.linear` against the definition."""
+"""Test the fast sums of `isopos.ops.linear` against the definition of linear attention."""
 
 import gc
 import math
@@ -24,7 +24,7 @@ N = (2, 3)  # batch, heads
 
 
 def tensors(t, s=None, d=4, e=3, decay=None, n=N):
-    """q, k, v and a log decay that does not increase, of all tokens of the longer side: float64 with gradients."""
+    """q, k, v and a non-increasing log decay for the longer of both sides, float64 with gradients."""
     s = t if s is None else s
     leaves = with_edges(*(torch.randn(*n, *shape, dtype=torch.float64) for shape in ((t, d), (s, d), (s, e))))
     if decay is not None:
@@ -33,12 +33,12 @@ def tensors(t, s=None, d=4, e=3, decay=None, n=N):
 
 
 def decays(g, t, s):
-    """Those of queries and keys, the last tokens aligned; None where there is no g."""
+    """Log decays of queries and keys with the last tokens aligned, or None without g."""
     return (g[0][..., max(t, s) - t :], g[0][..., max(t, s) - s :]) if g else None
 
 
 class Rows(TokenMap):
-    """Features times numbers, one a token, and others, in no closed form and without an adjoint."""
+    """Features times numbers, one or two per token: a map without a closed form and an adjoint."""
 
     first: torch.Tensor = axes("t 1")
     second: torch.Tensor | None = axes("t 1", default=None)
@@ -71,7 +71,7 @@ FEATURES = {  # and what becomes of the denominator
 
 @pytest.fixture
 def small(monkeypatch):
-    """Several chunk groups, of one head each."""
+    """Split the sums into several chunk groups of one head each."""
     monkeypatch.setattr(scan, "GROUP", 1)
     monkeypatch.setattr(scan, "LEAST", 2)
     monkeypatch.setattr(scan, "MOST", 2)
@@ -96,7 +96,7 @@ def definition(sums):
 
 
 def agree(sums, leaves, fuse=True):
-    """Outputs and gradients of the fast sums are those of the definition."""
+    """Assert that outputs and gradients of the fast sums equal the definition."""
     fast, slow = total(sums, fuse), definition(sums)
     close(fast, slow)
     for actual, expected in zip(gradients(fast, leaves), gradients(slow, leaves), strict=True):
@@ -302,7 +302,7 @@ def test_the_first_that_serves_gets_the_problem(monkeypatch):
 
 @each("dtype", [torch.float32, torch.float64], ids=["cpu", "chunks"])
 def test_a_call_keeps_nothing(dtype):
-    """Its memory is free when it ends, not when Python looks for cycles."""
+    """Memory is free when the call ends, without garbage collection."""
     own = Features(elu1, Rotation(torch.ones(2, 300, 4, 2, dtype=dtype)), ("rotation",))
     q, k, v = (torch.randn(1, 2, 300, 8, dtype=dtype, requires_grad=True) for _ in range(3))
     known = weakref.ref(q)

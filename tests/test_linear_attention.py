@@ -1,4 +1,4 @@
-"""`linear_attention` compared with its definition, and properties that it shares with `softmax_attention`."""
+"""Test `linear_attention` against its definition, and properties that it shares with `softmax_attention`."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def masks(t):
 @each("denominator", ["plain", "encoded", "complex", None])
 @each("encoding", ENCODINGS)
 def test_factorised_is_quadratic(monkeypatch, encoding, denominator, decayed, causal):
-    """In groups of one chunk of eight tokens; the last chunk is shorter."""
+    """Groups have one chunk of eight tokens; the last chunk is shorter."""
     for name, size in {"CHUNK": 8, "GROUP": 1, "LEAST": 1, "MOST": 1}.items():
         monkeypatch.setattr(scan, name, size)
     t, encoding = 18, ENCODINGS[encoding]() if ENCODINGS[encoding] else None

@@ -1,4 +1,4 @@
-"""ListOps: expressions, files of them, their trees, batches, and what a classifier makes of them."""
+"""Test ListOps: expressions, files, trees, batches, and a classifier's training."""
 
 import gzip
 import pickle
@@ -41,7 +41,7 @@ def write(path, rows):
 
 
 def ready(tmp_path, scheme=LINE, count=200, **edits):
-    """A recipe, settled, and its data: of random expressions in a file."""
+    """A recipe with inferred fields, and its data, a file of random expressions."""
     write(tmp_path / "rows.tsv", expressions(count))
     sizes = {"batch": 8, "layers": 1, "model_dim": 16, "heads": 2}
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=scheme, **sizes | edits)
@@ -330,7 +330,7 @@ def test_what_the_data_tells_reaches_schemes_and_what_does_not_fit_is_refused(tm
 
 
 def test_a_short_training_is_better_than_the_majority_and_shows_examples(tmp_path):
-    """Of lists that only a maximum makes."""
+    """Lists contain only the operator MAX."""
     write(tmp_path / "rows.tsv", expressions(600, operators=("MAX",), depth=2))
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)
     data = recipe.task.load(recipe)

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one process at a time, until it ends, however it does."""
+"""Test the lock of a run folder: one process at a time, until it ends for any reason."""
 
 import multiprocessing
 import os
@@ -87,7 +87,7 @@ def test_a_process_that_a_lock_waits_for(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not copy processes")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_copy_of_a_process_neither_has_nor_ends_its_lock(tmp_path):
-    """A process that prepares batches, say, which may outlive the run by a moment."""
+    """For example, a process that prepares batches may live slightly longer than the run."""
     path, context = tmp_path / "rope", multiprocessing.get_context("fork")
     asked, answer = context.Event(), context.Queue()
 
@@ -110,7 +110,7 @@ def test_a_copy_of_a_process_neither_has_nor_ends_its_lock(tmp_path):
 
 
 def test_one_of_many_that_begin_at_once_has_it(tmp_path):
-    """Each in turn, none beside another."""
+    """The processes have the lock one after another."""
     path, inside, seen = tmp_path / "rope", [], []
 
     def work():
@@ -170,7 +170,7 @@ def test_a_full_disk_hinders_no_lock(tmp_path, monkeypatch):
 
 
 def _in_a_thread(call):
-    """Raises what the call raises in another thread, which has locks of its own."""
+    """Run a call in another thread, which has separate locks, and raise its error."""
     found = []
 
     def work():

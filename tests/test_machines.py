@@ -1,4 +1,4 @@
-"""The C kernel of other machines and compilers compared with the definition in float64, in an emulator where needed."""
+"""Test the C kernel of other machines and compilers against the definition in float64, in an emulator if necessary."""
 
 import ctypes
 import subprocess
@@ -128,7 +128,7 @@ def test_feature_maps(kernel):
     "target", ["arm64-apple-macos11", "x86_64-apple-macos11", "x86_64-pc-windows-msvc", "aarch64-pc-windows-msvc"]
 )
 def test_clang_compiles_it_for_other_systems(target, tmp_path):
-    """Up to an object file, without the system's headers: nothing is linked and nothing runs."""
+    """Compile to an object file without the system's headers, without linking and running."""
     if missing := absent("clang"):
         pytest.skip(f"it takes {missing}")
     declared = "#include <stddef.h>\nvoid *memcpy(void *, const void *, size_t);\nvoid *memset(void *, int, size_t);\n"

@@ -1,4 +1,4 @@
-"""What make leaves where an installation breaks off, with an interpreter that pretends to install."""
+"""Test interrupted installations by make, with a stub interpreter."""
 
 import os
 import shutil

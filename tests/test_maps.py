@@ -1,4 +1,4 @@
-"""Maps of the features of tokens: norms, adjoints, dtypes, slices, and what they refuse."""
+"""Test maps of token features: norms, adjoints, dtypes, slices, and errors."""
 
 import itertools
 
@@ -145,7 +145,7 @@ def test_isometries_keep_inner_products_and_what_is_linear_has_an_adjoint(make):
 
 
 def cuts(size):
-    """All, the first, and the others."""
+    """Slices of all, the first, and the others."""
     return slice(None), slice(0, 1), slice(1, size)
 
 

@@ -1,4 +1,4 @@
-"""Masked language models: what is hidden, batches, the fixed masks of held-out text, and what an encoder learns of it."""
+"""Test masked language models: masks, batches, fixed masks of held-out text, and an encoder's training."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SIZES = {"batch": 8, "layers": 1, "model_dim": 32, "heads": 2, "length": 32}
 
 
 def ready(tmp_path, **edits):
-    """A recipe, settled, and its data: of a text in a file."""
+    """A recipe with inferred fields, and its data, a text file."""
     (tmp_path / "text.txt").write_text(LINES)
     recipe = Recipe(task=Masked(data=str(tmp_path / "text.txt"))).edit(**SIZES | edits)
     data = recipe.task.load(recipe)

@@ -1,4 +1,4 @@
-"""The models: decoder, encoder, classifiers."""
+"""Test the models: decoder, encoder, classifiers."""
 
 import copy
 from functools import partial
@@ -19,7 +19,7 @@ presets = over_rows(PRESETS)
 
 
 def made(case, **more):
-    """Two layers for a preset; one shows what a structure is."""
+    """A model with two layers for presets, and one layer for other structures."""
     return perturb(Decoder(VOCABULARY, WIDTH, 2 if case in PRESETS else 1, case.build(**more)))
 
 
@@ -50,7 +50,7 @@ def test_shift_and_causality(case, kind):
 
 @each("case", [case for case in PRESETS if not isinstance(case.group, Line)], ids=ids)
 def test_other_positions_are_asked_for(case):
-    """Positions 0, 1, ... are those of a line; a ring takes them, too."""
+    """The default positions 0, 1, ... serve lines and rings only."""
     model, x, at = made(case), tokens(2, T), case.positions(2, t=T)
     y = model(x, at)
     assert y.shape == (2, T, VOCABULARY)
@@ -291,7 +291,7 @@ def test_what_is_computed_again_is_the_same(model):
 
 @each("make", [Decoder, Encoder, partial(Classifier, classes=3)])
 def test_parameters_of_heads_come_before_those_of_schemes(make):
-    """An optimiser's saved state names parameters by their places."""
+    """The saved state of an optimiser identifies parameters by their order."""
     model = make(vocabulary=20, model_dim=16, layers=1, scheme=schemes.rope(8, 2, learned=True))
     assert [name for name, _ in model.named_parameters()][-3:] == ["head.weight", "head.bias", "scheme.encoding.frequency"]
 

@@ -1,4 +1,4 @@
-"""Attention on a device without float64: as exact as on the CPU, and nothing of it is float64 there."""
+"""Test attention on a device without float64: as exact as on the CPU, without float64 tensors."""
 
 from copy import deepcopy
 

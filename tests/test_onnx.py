@@ -1,4 +1,4 @@
-"""Exported programs need nothing of isopos; ONNX files give PyTorch's numbers at any length and in pieces."""
+"""Test that exported programs run without isopos, and ONNX files equal PyTorch at any length and in chunks."""
 
 import importlib.metadata
 import json
@@ -74,7 +74,7 @@ def decoder(text):
 
 
 class Attends(torch.nn.Module):
-    """Attention modules of several schemes on the same tokens, each with positions of its own."""
+    """Attention modules of several schemes on the same tokens, each with separate positions."""
 
     def __init__(self, built, causal=True):
         super().__init__()
@@ -91,7 +91,7 @@ class Attends(torch.nn.Module):
 
 
 def attending(cases, kind):
-    """Their attention modules as one, and two examples."""
+    """One module with the attention of all cases, two examples, and names of outputs."""
     module = Attends([case.build(attention=kind) for case in cases]).eval()
     examples = []
     for batch, t in ((2, 6), (3, 9)):
@@ -109,7 +109,7 @@ LINEAR = ("linear", [scheme_case(id) for id in IDS])
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "cases"), [*CHUNKS, LINEAR], ids=lambda x: x if isinstance(x, str) else x[0].id)
 def test_every_scheme_is_an_onnx_file_of_any_length(kind, cases, tmp_path):
-    """`export` compares both examples with PyTorch; here comes a third length, of one token."""
+    """`export` compares both examples with PyTorch. The test adds a third length, one token."""
     onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
     file, (module, examples, outputs) = tmp_path / "schemes.onnx", attending(cases, kind)
     onnx.export(module, file, *examples, outputs)
@@ -140,7 +140,7 @@ def test_what_onnx_cannot_hold_is_named_and_leaves_no_file(name, tmp_path):
 
 
 def empty_environment(folder, *packages):
-    """The Python of a new environment that has these packages and what they need, by links, and nothing else."""
+    """Python of a new environment with only these packages and their dependencies, as links."""
     venv.create(folder, with_pip=False)
     (home,) = folder.glob("lib/python*/site-packages")
     linked, ahead = set(), list(packages)
@@ -223,7 +223,7 @@ def test_a_program_of_a_decoder_streams():
 
 
 class Loses(torch.nn.Module):
-    """Other numbers in an export for at least so many."""
+    """A module whose export is wrong for `least` tokens or more."""
 
     def __init__(self, least):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Agreement with independent implementations from PyPI (extra `peers`), and accuracy beside theirs.
+"""Test agreement with independent implementations from PyPI (extra `peers`), and compare accuracy.
 
 Peers are imported inside the tests: a whole model of theirs takes seconds.
 """
@@ -33,7 +33,7 @@ def peer(name):
 
 
 def module(name):
-    """A peer's module. Its package may be absent, which skips the test, but a module that has moved is an error."""
+    """Import a peer's module. A missing package skips the test; a missing module of an installed package is an error."""
     package = name.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; pip install isopos[peers]")
@@ -45,7 +45,7 @@ def transformers(model):
 
 
 def rope(layout, dtype=torch.float64, start=0):
-    """Ours, at LENGTH positions."""
+    """Our rope at LENGTH positions."""
     return isopos.rope(HEAD_DIM, HEADS, layout=layout).encoding(isopos.sequence(LENGTH) + start, dtype)
 
 
@@ -55,7 +55,7 @@ def queries_and_keys(dtype=torch.float64):
 
 @pytest.mark.parametrize("one", COMPARISONS, ids=lambda one: f"{one.scheme}-{one.where}")
 def test_what_the_page_compares(one):
-    """Within its bound; or, where two functions are said to differ, by more than any rounding."""
+    """The difference is within the bound, or larger than rounding if the functions are documented to differ."""
     if one.package:
         module(one.package.replace("-", "_"))
     difference = difference_of(*one.run())
@@ -75,7 +75,7 @@ def test_rotations_from_the_same_angles(peer, name):
 @ALL_PEERS
 @pytest.mark.parametrize("start", [0, 37])
 def test_rotary_modules(peer, start):
-    """Their tables come from float32 angles, which are good enough at short lengths."""
+    """The peers' tables use float32 angles, which suffice for short lengths."""
     q, k = queries_and_keys(torch.float32)
     rho_q, rho_k = (rope(peer.layout, torch.float32, at) for at in (start, 0))
     theirs_q, theirs_k = peer.workload(q, start)(q, q)[0], peer.workload(k)(k, k)[0]
@@ -83,7 +83,7 @@ def test_rotary_modules(peer, start):
 
 
 def rope_config(rule, head_dim, length, **parameters):
-    """Of Llama, with `rope_parameters`; extended ones are of `length` positions in training."""
+    """A Llama configuration with `rope_parameters`, for `length` positions in training."""
     sizes = {"hidden_size": HEADS * head_dim, "num_attention_heads": HEADS, "max_position_embeddings": length}
     own = {"rope_type": rule, "original_max_position_embeddings": length} | parameters
     if rule in ("linear", "dynamic"):
@@ -110,7 +110,7 @@ LENGTHS = [  # of 64 features: the rule, its parameters there, and its options h
     ("base", "length", "factor"), [(1e4, 4096, 4.0), (1e4, 100, 16.0), (5e5, 8192, 8.0), (1e2, 5000, 2.0)]
 )
 def test_extended_frequencies(rule, parameters, options, base, length, factor):
-    """Of dynamic scaling their factor is our alpha, and their sequence length our factor."""
+    """With dynamic scaling, the factor of transformers is our alpha, and its sequence length determines our factor."""
     functions = module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
     config = rope_config(
         rule, 64, length, **{"rope_theta": base, "factor": 1.0 if rule == "dynamic" else factor, **parameters}
@@ -136,7 +136,7 @@ def test_logits_of_an_extended_llama(rule, parameters, options):
 
 @pytest.mark.parametrize("options", [{}, {"learned": True}])
 def test_a_patched_llama_is_an_extended_one(options):
-    """By its own code, and by our attention."""
+    """Both the model's rotary code and our attention serve the patched model."""
     from isopos.integrations.transformers import patch
 
     parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
@@ -154,7 +154,7 @@ def test_a_patched_llama_is_an_extended_one(options):
 
 @pytest.mark.parametrize("rule", ["yarn", "longrope"])
 def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
-    """As transformers multiplies cosines and sines of GPT-NeoX, of Phi-3 and of others with a partial_rotary_factor."""
+    """transformers multiplies only cosines and sines, in GPT-NeoX, Phi-3 and others with a partial_rotary_factor."""
     factors = [1.0, 1.5, 2.0, 4.0]
     parameters = {"long_factor": factors, "short_factor": factors} if rule == "longrope" else {}
     config = rope_config(rule, 16, 50, rope_theta=1e4, factor=4.0, partial_rotary_factor=0.5, **parameters)
@@ -170,7 +170,7 @@ def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_patched_gpt_neox_is_an_extended_one(learned):
-    """By its own code, and by our attention, through which the paper's form goes too."""
+    """Both the model's rotary code and our attention serve the patched model. Only ours supports the paper's form."""
     from isopos.integrations.transformers import patch, patched
 
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
@@ -212,7 +212,7 @@ def test_converted_llama_projections(peer, name, bias):
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (64, 256), (16, 1000)])
 @pytest.mark.parametrize("library", ["transformers", "x-transformers"])
 def test_t5_buckets(library, bidirectional, buckets, max_distance):
-    """Exactly: of these offsets, none falls into another bucket by their float32 logarithm."""
+    """Buckets are equal. The peer's float32 logarithm moves none of these offsets to another bucket."""
     if library == "transformers":
         theirs, options = transformers("t5").T5Attention, {"bidirectional": bidirectional}
     else:
@@ -224,7 +224,7 @@ def test_t5_buckets(library, bidirectional, buckets, max_distance):
 
 @pytest.mark.parametrize("buckets", [256, 32])
 def test_deberta_v2_buckets(buckets):
-    """Log buckets of the second version, as rows of a table of twice as many."""
+    """Log buckets of DeBERTa v2, as rows of a table with twice as many rows."""
     tokens = torch.empty(1 + OFFSETS.max(), 0)
     relative = transformers("deberta_v2").build_relative_position(tokens, tokens, buckets, 512)[0]
     ours = DeBERTa(HEADS, HEAD_DIM, buckets=buckets, max_distance=512)
@@ -292,7 +292,7 @@ def test_favor_in_expectation():
 
 
 def test_favor_of_performer_pytorch_in_expectation():
-    """Its features, without their 1e-4 and with the maxima put back that it subtracts, which differ by draw.
+    """The peer's features, minus its epsilon of 1e-4 and with its subtracted maxima, which depend on the draw, restored.
 
     A QR decomposition fixes the signs of its directions, so its own draws are biased; random signs make them uniform.
     """
@@ -314,7 +314,7 @@ def favor_inputs():
 
 
 def assert_estimates_softmax(q, k, draws):
-    """Rows of the mean over draws, normalised, are those of softmax within their standard errors (of a ratio of means)."""
+    """Assert that normalised rows of the mean over draws equal softmax within their standard errors (ratio of means)."""
     draws = torch.stack(draws)
     total = draws.mean(0).sum(-1, keepdim=True)
     rows = draws.mean(0) / total
@@ -325,7 +325,7 @@ def assert_estimates_softmax(q, k, draws):
 
 @ALL_PEERS
 def test_tables_are_closer_to_float64_than_theirs(peer, name):
-    """At L = 8192 and at 10^6; RoFormer's table is built in float64, too, and rounded to float32, of whatever dtype x is."""
+    """At L = 8192 and at 10^6. RoFormer also builds its table in float64, and rounds it to float32 for any dtype of x."""
     ours, theirs = accuracy.errors(), accuracy.errors(peer)
     for setting, error in theirs.items():
         if name == "transformers RoFormer" and setting.dtype == torch.float32:

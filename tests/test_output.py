@@ -1,4 +1,4 @@
-"""What a command prints, to whom, and what becomes of its work where nobody can read it."""
+"""Test the output of commands: streams, encodings, and behaviour if the output cannot be written."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What a release would hold: the source distribution, the wheel, and one version everywhere."""
+"""Test the contents of a release: source distribution, wheel, and one version in all files."""
 
 import email
 import os
@@ -24,7 +24,7 @@ WRITTEN = r"PKG-INFO|setup\.cfg|MANIFEST\.in|isopos\.egg-info/.*"
 
 
 def tracked():
-    """The project's files, those that are new included."""
+    """Files of the project, including new ones."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     return {name for name in listed.splitlines() if (ROOT / name).exists()}
 
@@ -39,7 +39,7 @@ def copied(copy):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The two distributions, built of a copy of the project's files."""
+    """Both distributions, built from a copy of the project's files."""
     copy = copied(tmp_path_factory.mktemp("release") / "isopos")
     subprocess.run([sys.executable, "-m", "build", "--no-isolation"], cwd=copy, check=True, capture_output=True)
     return {path.suffix: path for path in (copy / "dist").iterdir()}
@@ -80,7 +80,7 @@ def compiled_of(wheel):
 @pytest.mark.slow
 @pytest.mark.parametrize(("machine", "sets"), [("x86_64", {"avx512", "avx2", "sse2"}), ("aarch64", {"neon"})])
 def test_one_wheel_serves_every_python(tmp_path, machine, sets):
-    """It holds all instruction sets and knows no Python; where it runs, it runs without a compiler, each set that serves."""
+    """The wheel contains all instruction sets without references to Python, and runs without a compiler."""
     try:
         wheel = wheels.build(machine, tmp_path)
     except OSError as error:

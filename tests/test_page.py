@@ -1,4 +1,4 @@
-"""The report of a comparison whose names are hostile: everything that is data is shown as it is; and its pictures."""
+"""Test the report of a comparison with hostile names, which it must show as plain text, and its pictures."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a table of a paper says of cells that are there: figures, spreads, orders. Nothing is trained."""
+"""Test a paper's table from given cells, without training: figures, spreads, orders."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ SCHEMES = {"Base": "none", "Rope": "rope", "Both | more": "rope:decay=retnet", "
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a table with these cells, and returns what is said below it and table.md."""
+    """Write a table with these cells; returns the text below it and table.md."""
 
     def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None, lacking=()):
         rows = "".join(
@@ -82,7 +82,7 @@ def test_figures_are_means_with_standard_deviations_of_seeds(write):
 
 @pytest.mark.parametrize(("worst", "marks"), [(1.3, 0), (9.0, 3)])
 def test_no_row_is_marked_where_none_differs_from_the_best(write, worst, marks):
-    """Alone is behind by worst, two others by 0.2, with an interval that leaves out 0 for one pair, and not for three."""
+    """Alone is behind by `worst`, two others by 0.2. Their interval excludes 0 for one pair, but not for three."""
     noise = {"Base": (0, 0, 0), "Rope": (0.14, 0.2, 0.26), "Both | more": (0.14, 0.2, 0.26), "Alone": (-1.0, 0.0, 1.0)}
     means = {"Base": 1.0, "Rope": 1.0, "Both | more": 1.0, "Alone": worst}
     _, page = write("lower", more="marked = true", seeds=3, figure=lambda name, _, seed: means[name] + noise[name][seed])
@@ -142,7 +142,7 @@ def test_a_distance_is_bold_where_its_interval_excludes_0(write, apart, shown):
 
 @pytest.mark.parametrize(("lacks", "updates"), [("Rope", "10"), ("Base", "5")])
 def test_means_of_two_rows_are_over_the_seeds_that_both_have(write, lacks, updates):
-    """Seed 1, where a row is missing, would move what the other one reaches, and the distance between them."""
+    """One row lacks seed 1. Including it for the other row would change its mean and their distance."""
     curves = {("Base", 0): (9.0, 3.0), ("Base", 1): (9.0, 9.0), ("Rope", 0): (5.0, 3.0), ("Rope", 1): (8.0, 8.0)}
     if lacks == "Base":
         curves[("Rope", 0)] = (3.0, 2.0)
@@ -218,7 +218,7 @@ def test_orders_are_those_of_the_figures_that_are_shown(write, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of every picture that is written."""
+    """The axes of all pictures."""
     found = []
 
     def save(figure, file, **options):

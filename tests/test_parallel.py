@@ -1,6 +1,6 @@
-"""One sequence over several processes is the sequence in one: outputs and gradients, to roundings, at a constant traffic.
+"""Test that one sequence over several processes gives the outputs and gradients of one process, with constant traffic.
 
-The processes are threads here, with Gloo between them; the slow test starts real ones.
+The processes are threads that communicate by Gloo. The slow test starts real processes.
 """
 
 import copy
@@ -73,7 +73,7 @@ def test_every_structure_in_every_setting_in_groups_of_two_three_and_four_proces
 
 
 def test_a_ring_gives_what_the_whole_gives(monkeypatch):
-    """Also in parts of few keys and few logits, with zig-zag shards, and where some process needs no key of another."""
+    """Also with small blocks of keys and logits, with zig-zag shards, and if a process needs no keys of another."""
     monkeypatch.setattr(ring, "KEYS", 2)
     monkeypatch.setattr(ring, "LOGITS", 64)
     wholes = []
@@ -129,7 +129,7 @@ def test_nan_and_infinity_stay_in_the_rows_that_see_them_round_a_ring():
 
 
 def test_zigzag_shards_have_the_same_work_and_contiguous_ones_send_half(monkeypatch):
-    """Pairs of keys and queries that are computed, and bytes that are sent, by each of 4 processes."""
+    """Count the computed pairs of queries and keys, and the sent bytes, of each of 4 processes."""
     found = {}
     for zigzag in (False, True):
 
@@ -158,7 +158,7 @@ def content(t, *batch, heads=2, d=4):
 
 
 def sent(t, attend, size=2, **options):
-    """Bytes and messages that a process sends in a forward and a backward pass over `t` tokens of each."""
+    """Bytes and messages that a process sends in both passes, with `t` tokens per process."""
 
     def member(group, rank):
         scheme = isopos.retnet(4, 2, attention=attend)
@@ -182,7 +182,7 @@ def test_traffic_of_linear_attention_does_not_grow_with_the_length():
 
 
 def test_traffic_of_a_ring_is_keys_and_values_twice_and_their_gradients():
-    """And a message with the lengths of shards, 8 bytes to each; with `causal` only to later processes."""
+    """There is one more message with the lengths of shards, 8 bytes each. With `causal`, keys go only to later processes."""
     t, each, scheme = 8, 2 * 4 * 4, isopos.rope(4, 2, attention="softmax")
 
     def member(group, rank, causal):

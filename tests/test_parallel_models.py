@@ -1,4 +1,4 @@
-"""Models and tasks whose samples are in several processes, here threads: losses, gradients and scores of one process."""
+"""Test models and tasks over several processes (threads here): losses, gradients and scores equal one process."""
 
 import copy
 import os
@@ -34,7 +34,7 @@ def gradients(loss, model):
 
 
 def compared(model, run, size, kind, error=1e-12):
-    """Compare ``run(model)``, a loss of whole samples or of a shard, and its gradients over a group with those of one."""
+    """Compare ``run(model)``, a loss of whole samples or of a shard, and its gradients over a group with one process."""
     loss = run(model)
     expected = gradients(loss, model)
     models = [copy.deepcopy(model) for _ in range(size)]

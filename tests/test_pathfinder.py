@@ -1,4 +1,4 @@
-"""Pathfinder: what the pictures show, that they are those of their seed, and positions in a row or on a grid."""
+"""Test Pathfinder: contents of the pictures, seeds, and positions on a line or a grid."""
 
 import pickle
 
@@ -59,7 +59,7 @@ def test_every_picture_has_one_right_answer(side, dashes, distractors):
 
 
 def statistics(picture):
-    """Distances, counts and directions in a picture that say nothing of what is connected."""
+    """Distances, counts and directions in a picture, which should not reveal the connection."""
     (a, b), side, lit = dots(picture), len(picture), np.argwhere(picture)
     middle, length = (a + b) / 2, np.hypot(*(b - a))
     unit = (b - a) / length
@@ -81,7 +81,7 @@ def statistics(picture):
 
 
 def guesses(known, classes, unknown):
-    """Classes that simple classifiers guess: the tenths of each statistic, and a logistic regression of all of them."""
+    """Predictions of simple classifiers: deciles of each statistic, and a logistic regression on all of them."""
     for column, other in zip(known.T, unknown.T, strict=True):
         cuts = np.quantile(column, np.arange(1, 10) / 10)
         tenths = np.searchsorted(cuts, column)
@@ -106,7 +106,7 @@ def guesses(known, classes, unknown):
     ],
 )
 def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, pairs, most):
-    """Pictures as first drawn gave 90% by the distance of the dots. Few pairs are enough to see that, not to see 55%."""
+    """An early generator allowed 90% by the distance of the dots. Few pairs suffice to detect 90%, but not 55%."""
     random = np.random.default_rng(7)
     rows = [[statistics(picture) for picture in draw(random, side, dashes, distractors)] for _ in range(pairs)]
     half = (
@@ -119,7 +119,7 @@ def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, p
 
 
 def test_a_run_is_not_resumed_on_pictures_of_another_format(isopos, monkeypatch):
-    """Pictures in the cache of before have another key, and the run knows the sha256 of its own."""
+    """Cached pictures of an earlier format have another key, and the run stores the sha256 of its pictures."""
     options = ("--name=a", "--pictures=20", "--side=16", "--dashes=5", *TINY)
     assert isopos("train", "pathfinder", *options)[0] == 0
     assert pathfinder.CACHE_VERSION == 2

@@ -1,4 +1,4 @@
-"""docs/peers.md is what its command writes, but for the digits of roundings; test_oracles.py runs its comparisons."""
+"""Test that docs/peers.md equals its command's output up to rounding errors. test_oracles.py runs its comparisons."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps that keys take, by their definition: each weight sees the tokens after its key up to its query, and no others."""
+"""Test content-dependent steps by definition: a weight depends on the tokens after its key up to its query."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def between(steps):
 
 
 def by_pairs(scheme, q, k, v):
-    """Attention with every pair of tokens by itself: log gates and angles are those between, nothing is cumulative."""
+    """Attention pair by pair, with sums of log gates and angles between the tokens instead of cumulative sums."""
     linear, causal = scheme.attention == "linear", torch.ones(q.shape[-2], q.shape[-2]).tril() > 0
     a, b = (scheme.feature_map(x) for x in (q, k)) if linear else (q, k)
     plain = weight = a @ b.mT
@@ -99,7 +99,7 @@ def test_gates_and_positions_are_independent(kind):
 
 @both
 def test_pairs_of_the_half_layout_are_those_of_the_authors_code(kind):
-    """(i, i + d/2), where steps read keys as they are: the other layout of the same features, phi being one for each."""
+    """Pairs (i, i + d/2) equal interleaved pairs of reordered features."""
     options = {"attention": kind, "base": 50.0}
     half, pairs = (perturb(schemes.selective(HEAD_DIM, HEADS, layout=a, **options), 0.5) for a in ("half", "interleaved"))
     (q, k, v), x = inputs(2, t=T), sequence(T)
@@ -116,7 +116,7 @@ def test_pairs_of_the_half_layout_are_those_of_the_authors_code(kind):
 @both
 @every
 def test_a_stream_is_exact_however_far_its_path(name, kind):
-    """The same tokens behind a state whose path is 10^8 nats and radians long give the same, since sums are float64."""
+    """A state at 10^8 nats and radians gives the same outputs, because sums are float64."""
     scheme, content = made(name, kind), inputs(2, t=T)
     x, cut = sequence(T), 7
     whole = scheme(*content, x, causal=True)
@@ -135,7 +135,7 @@ def test_a_stream_is_exact_however_far_its_path(name, kind):
 
 @both
 def test_gates_that_forget_all_leave_the_token_itself(kind):
-    """Logits down to -10^38 in float32, and -60,000 in float16: nothing overflows."""
+    """Gate logits of -10^38 in float32 and -60,000 in float16 do not overflow."""
     scheme = schemes.fox(HEAD_DIM, HEADS, attention=kind)
     with torch.no_grad():
         scheme.forget.bias.weight.fill_(-3e38)
@@ -151,7 +151,7 @@ def test_gates_that_forget_all_leave_the_token_itself(kind):
 
 @both
 def test_behind_a_closed_gate_a_sequence_starts_again(kind):
-    """However far one gate closes, those after it keep their digits: what follows is that of the tokens alone."""
+    """After a closed gate, outputs equal the outputs of the following tokens alone, without loss of precision."""
     scheme, (q, k, v) = made("fox", kind), inputs(2, t=T)
     with torch.no_grad():
         scheme.forget.weight[..., 0] = 1
@@ -165,7 +165,7 @@ def test_behind_a_closed_gate_a_sequence_starts_again(kind):
 @both
 @every
 def test_other_segments_and_masked_tokens_take_no_steps(name, kind):
-    """NaN and infinity of theirs included, and no gradient comes from them."""
+    """They contain NaN and infinity, and their gradients are zero."""
     scheme, (q, k, v) = made(name, kind), inputs(1, t=T)
     ids, at = torch.tensor([[0] * 5 + [1] * (T - 5)]), scheme.at(sequence(T), dtype=torch.float64)
     broken = k.clone()
@@ -227,7 +227,7 @@ def test_steps_go_the_long_way_in_float32():
 
 
 class _Mean(ContentPhase):
-    """Steps that all tokens of a sequence decide: no path."""
+    """Steps that depend on all tokens of a sequence, which violates the law."""
 
     def steps(self, content):
         return F.logsigmoid(content.mean(-2, keepdim=True).expand_as(content))

@@ -153,7 +153,7 @@ def test_a_tree_is_drawn_with_the_scores_of_one_of_its_nodes():
 
 
 def test_ticks_of_steps_and_positions_are_whole_numbers():
-    """Without more, matplotlib writes 10.0 and 12.5 beside 16 positions, and parts of a step beside a curve of few."""
+    """By default matplotlib labels 16 positions with 10.0 and 12.5, and short curves with fractions of steps."""
 
     def ticks(axis):
         low, high = sorted(axis.get_view_interval())

@@ -1,4 +1,4 @@
-"""Cameras as positions, and attention between them: PRoPE by its formula, from any frame of the world."""
+"""Test cameras as positions: PRoPE by its formula, and invariance to the frame of the world."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ both = pytest.mark.parametrize("kind", ATTENTION)
 
 
 def poses(*batch):
-    """Random ones, camera to world."""
+    """Random poses, from camera to world."""
     x = GROUP.random(*batch, VIEWS).unflatten(-1, (4, 4))
     pose = torch.eye(4, dtype=torch.float64).repeat(*batch, VIEWS, 1, 1)
     turned = torch.linalg.qr(x[..., :3, :3]).Q
@@ -54,7 +54,7 @@ def test_cameras_are_a_group_with_an_invariant_metric():
 
 
 def test_a_camera_is_its_projection_inverted():
-    """A point of the world is seen where K [R t] takes it, in images from their middle."""
+    """K [R t] maps a point of the world to image coordinates, relative to the image centre."""
     pose, point = poses()[0], torch.tensor([0.3, -0.2, 4.0, 1.0], dtype=torch.float64)
     seen = K @ (torch.linalg.inv(pose) @ point)[:3]
     pixel = seen[:2] / seen[2]
@@ -129,7 +129,7 @@ def test_the_layout_of_the_authors_code_is_its_formula():
 @both
 @each("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_another_frame_of_the_world_changes_nothing(kind, dtype):
-    """Of a whole layer with positions of samples; without values that are carried along, these are seen as they are."""
+    """A layer with separate positions per sample. Without transport, values are used unchanged."""
     scheme, pose = schemes.prope(D, HEADS, attention=kind), poses(2)
     layer = Attention(HEADS * D, scheme).to(dtype)
     tokens, roundings = torch.randn(2, T, HEADS * D).to(dtype), 64
@@ -155,7 +155,7 @@ def test_the_law_is_measured():
 
 @each("kind", ATTENTION)
 def test_one_camera_is_rope_of_its_patches(kind):
-    """As the paper has it of one view: cameras cancel, whatever they are."""
+    """As the paper states for one view, the cameras cancel."""
     pose, (q, k, v) = poses()[:1], inputs(t=4, d=D, e=D)
     scheme = schemes.prope(D, HEADS, attention=kind)
     close(scheme(q, k, v, places(pose)), scheme(q, k, v, places(torch.eye(4, dtype=torch.float64)[None])))

@@ -1,4 +1,4 @@
-"""Groups of positions and the tensors that hold their elements."""
+"""Test groups of positions and their tensors."""
 
 import itertools
 import math
@@ -220,7 +220,7 @@ def test_lengths_may_be_traced():
 
 @each("name", REGISTRY)
 def test_position_ids_without_a_column_get_the_hint(name):
-    """[b t], as other libraries have them, for every group, in schemes, encodings, streams, decays and embeddings."""
+    """Position ids ``[b t]`` of other libraries, for every group, in schemes, encodings, streams, decays and embeddings."""
     scheme, ids = REGISTRY[name](16, 2), torch.arange(7).expand(2, 7)
     columns = scheme.group.columns
     hint = r"x\[\.\.\., None\] makes a column" if columns == 1 else r"torch\.stack\(columns, -1\) joins columns"

@@ -1,4 +1,4 @@
-"""`isopos train` in processes of its own: two and four of them compared with one, and kill -9 with --resume."""
+"""Test `isopos train` in separate processes: two and four compared with one, and --resume after kill -9."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def _wait_for(folder, name, step):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A folder with runs of one process without dropout, and the losses of one by step."""
+    """A folder with runs of one process without dropout, and (step, loss) of one of them."""
     folder = tmp_path_factory.mktemp("single")
     evaluated = ["eval", "runs/one", "--length", "1", "8"]
     run_all(folder, 1, [_command("one", *SHORT), _command("softmax", *SHORT, *SOFTMAX), evaluated])
@@ -75,7 +75,7 @@ def _command(name, *arguments):
 
 
 def _equal(folder, names, expected, out):
-    """Assert that runs have the losses of one process, and one line of a result each."""
+    """Assert that runs have the losses of one process, and print one result line each."""
     for name, text in zip(names, out, strict=True):
         with named(name):
             rows = [row for row in _rows(folder, name) if "loss" in row]
@@ -85,7 +85,7 @@ def _equal(folder, names, expected, out):
 
 
 def _killed(folder, name, *arguments, rank=None):
-    """Start a run, kill it, or one of its processes, after some steps; returns what it prints and its status."""
+    """Start a run and kill it, or one of its processes, after some steps; returns its output and exit status."""
     process = _start(folder, name, *arguments)
     try:
         _wait_for(folder, name, 13)
@@ -142,7 +142,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single):
 
 
 def test_four_processes_two_by_two_give_the_losses_of_one_and_end_in_one_line(tmp_path, single):
-    """Where one of four is killed, the others end, one line says how to go on, and --resume goes on exactly."""
+    """If one of four processes is killed, the others end, one line explains how to resume, and --resume is exact."""
     folder, expected = single
     mesh = ["--devices=4", "--sequence-parallel=2"]
     out, status = _killed(tmp_path, "killed", *mesh, "--dropout=0.2", rank=1)

@@ -10,7 +10,7 @@ from isopos.lab.reports.progress import Bars
 
 @pytest.fixture
 def printed(monkeypatch):
-    """Runs of some steps on a console, a second each, as what it has printed."""
+    """A function that simulates a run, one second per step, and returns the printed text."""
 
     def run(*runs, interactive=False, total=None, start=1, end=None):
         clock = iter(range(10**6))

@@ -1,4 +1,4 @@
-"""docs/promises.md names a test for every promise, and there is each of them."""
+"""Test that docs/promises.md names a test for every promise, and that these tests exist."""
 
 import ast
 import re

@@ -161,7 +161,7 @@ DECLARED = Path(__file__).with_name("declared.txt").read_text(encoding="utf-8")
 
 
 def _declared():
-    """What recipes are beside the default one, and the plain options of commands."""
+    """Yield the fields in which recipes differ from the default one, and the plain options of commands."""
     plain = Recipe().as_dict()
     yield "Recipe", plain
     recipes = {"bidirectional": preset("bidirectional", "small")}
@@ -174,7 +174,7 @@ def _declared():
 
 
 def test_a_name_keeps_its_meaning():
-    """What recipes and commands do by default, which results refer to, is changed here, too, or not at all."""
+    """Published results refer to the defaults of recipes and commands. A changed default needs a change here, too."""
     lines = DECLARED.replace("\n    ", " ").splitlines()
     written = {name.strip(): {*rest.split()} for name, _, rest in (line.partition(": ") for line in lines)}
     found = {name: {"".join(f"{field}={value}".split()) for field, value in values.items()} for name, values in _declared()}

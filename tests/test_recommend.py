@@ -1,4 +1,4 @@
-"""Answers of `isopos recommend` follow from figures. That the files are those committed: test_schemes_page.py."""
+"""Test that answers of `isopos recommend` follow from the figures. test_schemes_page.py checks the committed files."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The definition of attention is what its first lines say, pair by pair."""
+"""Test the definition of attention against its documented formula, pair by pair."""
 
 import math
 from itertools import product

@@ -1,4 +1,4 @@
-"""What docs/results/README.md derives from the tables beside it. That it is what is committed: test_schemes_page.py."""
+"""Test the content that docs/results/README.md derives from its tables. test_schemes_page.py checks the committed file."""
 
 import json
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_distances_paired_by_seed_decide_where_there_are_some(shown):
 
 
 def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):
-    """PER is ahead of a|b by 0.1, 0.2 and 0.3; Rope, of other seeds but one, has no interval against them."""
+    """PER is ahead of a|b by 0.1, 0.2 and 0.3. Rope shares one seed with them, and so has no interval."""
     shown()
     figures = {"PER": {"0": 5.0, "1": 6.0, "2": 4.0}, "a|b": {"0": 5.1, "1": 6.2, "2": 4.3}, "Rope": {"2": 4.5, "5": 5.0}}
     (tmp_path / "toy" / "figures.json").write_text(json.dumps({"WikiText-103 val": figures}))

@@ -1,4 +1,4 @@
-"""Operations on plain tensors: `isopos.ops.rotate`."""
+"""Test operations on plain tensors: `isopos.ops.rotate`."""
 
 import pytest
 import torch

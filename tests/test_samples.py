@@ -1,4 +1,4 @@
-"""Tasks with finite sets of samples: batches are functions of seed and step, and padding changes no score."""
+"""Test tasks with finite sets of samples: batches depend on seed and step only, and padding changes no score."""
 
 import pickle
 from functools import cache
@@ -29,7 +29,7 @@ TASKS = {  # settings, and schemes whose masks or positions differ
 
 @pytest.fixture(scope="module", autouse=True)
 def _few(tmp_path_factory):
-    """Fewer of the samples that come with isopos."""
+    """Limit the number of built-in samples."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISOPOS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(listops, "COUNTS", (200, 30, 30))

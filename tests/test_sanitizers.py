@@ -1,4 +1,4 @@
-"""The compiled sums under gcc's sanitizers, which tools.sanitize runs on random calls."""
+"""Test the compiled sums under gcc's sanitizers: tools.sanitize runs random calls."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A scheme in one call is all of it; and one scheme for the streams of many layers."""
+"""Test calls of a scheme, and one scheme for the streams of several layers."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_call_is_attention_with_all_of_the_scheme(case, kind):
 
 
 def test_a_call_keeps_the_decay():
-    """ALiBi by hand: what its encoding alone, between a user's own projections and attention, would lose."""
+    """Compare with ALiBi by hand. A user of `scheme.encoding` alone would lose the decay."""
     q, k, v = inputs(2, t=30)
     offset = torch.arange(30) - torch.arange(30)[:, None]
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)

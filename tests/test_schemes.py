@@ -1,4 +1,4 @@
-"""Every scheme of the table: attention equals its definition, is relative and learnable, also after casts and copies."""
+"""Test every scheme of the table: its definition, relativity and gradients, also after casts and copies."""
 
 import copy
 import inspect
@@ -52,7 +52,7 @@ presets = over_rows(PRESETS)
 
 
 def made(case, kind=None, **more):
-    """A scheme with its parameters off their initial values, in float64."""
+    """A scheme with perturbed parameters, in float64."""
     return perturb(case.build(attention=kind or case.kinds[0], **more))
 
 
@@ -647,7 +647,7 @@ def test_retnet_has_the_frequencies_of_its_code():
 
 
 def test_xpos_shrinks_as_its_equation_says():
-    """zeta_i = (2i / d + 0.4) / 1.4 in the number of steps of the catalogue, whatever the pair's frequency."""
+    """The decay is zeta_i = (2i / d + 0.4) / 1.4 per the catalogue's number of steps, for any frequency of the pair."""
     steps = int(isopos.CATALOG["xpos"].equation.partition("zeta^(-t / ")[2].partition(")")[0])
     scheme, d = schemes.xpos(HEAD_DIM, 1), HEAD_DIM
     rho_q, rho_k = scheme.encoding.query(sequence(1), torch.float64), scheme.encoding.key(sequence(1) - steps, torch.float64)
@@ -685,7 +685,7 @@ def test_seeds_choose(name):
 
 
 def test_parts_side_by_side_are_drawn_apart():
-    """Random initial values of all axes and planes differ; ape-product's smallest parts have no room for two bases."""
+    """Random initial values of all axes and planes differ. ape-product is excluded: its smallest parts have one basis."""
     compared = 0
     for case in (c for c in SCHEMES if "seed" in schemes.options_of(c.name) and c.name != "ape-product"):
         for one in (m for m in case.build().encoding.modules() if isinstance(m, encodings.DirectSum)):

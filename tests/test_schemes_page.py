@@ -1,4 +1,4 @@
-"""What is generated from the schemes is what is committed, and the page says what it should."""
+"""Test that committed files equal the generated ones, and the content of the page."""
 
 import re
 

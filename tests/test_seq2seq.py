@@ -1,4 +1,4 @@
-"""The encoder-decoder: true positions of both sides, padding, steps, and who sees whom."""
+"""Test the encoder-decoder: positions of both sides, padding, steps, and visibility."""
 
 import copy
 
@@ -16,18 +16,18 @@ TREES = ["shiv-quirk", "ape-tree"]
 
 
 def crosses(case, kind):
-    """Whether a scheme has attention from one sequence to another."""
+    """Whether a scheme supports cross-attention."""
     return case.build(attention=kind).decay is None or kind == "softmax"
 
 
 def made(case, kind, **more):
-    """Two layers for a preset; one shows what a structure is."""
+    """A model with two layers for presets, and one layer for other structures."""
     layers = 2 if case in PRESETS else 1
     return perturb(Seq2Seq(VOCABULARY, VOCABULARY, WIDTH, layers, case.build(attention=kind), **more)).eval()
 
 
 def samples(case, *batch, t=T, s=S):
-    """Source, target, and positions of both: some that a stream can be of."""
+    """Source, target, and positions of both, in an order that streams support."""
     source, target = (torch.randint(VOCABULARY - 1, (*batch, n)) for n in (s, t))
     if isinstance(case.group, Line):
         return source, target, sequence(s), sequence(t)
@@ -129,7 +129,7 @@ def test_a_padded_sample_is_what_it_is_alone(name, kind):
 @each("kind", ["linear", "softmax"])
 @each("name", ["rope", "ape-sequence", "t5", "sinusoidal"])
 def test_cross_attention_sees_true_positions(name, kind):
-    """Both sides moved by as much: nothing changes with a relative scheme; one side alone: it does."""
+    """With a relative scheme, an equal shift of both sides changes nothing; a shift of one side does."""
     case = scheme_case(name)
     if kind not in case.kinds:
         pytest.skip(f"{name} has {', '.join(case.kinds)} attention alone")

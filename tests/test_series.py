@@ -1,4 +1,4 @@
-"""Time series: tables that are read and refused, positions that are times, forecasts that see nothing of the future."""
+"""Test time series: valid and invalid tables, times as positions, and forecasts without access to the future."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def test_columns_without_names_go_by_numbers(tmp_path):
 
 
 def test_time_goes_on_evenly_where_clocks_are_put_back(tmp_path):
-    """Three hours of a night; the second and the third show the same time of day."""
+    """Three hours of a night; the clock shows the same time of day in the second and the third."""
     night = "2024-10-27T01:30+02:00,1\n2024-10-27T02:30+02:00,2\n2024-10-27T02:30+01:00,3\n"
     found = read_series(written(tmp_path, night))
     assert np.diff(found.seconds).tolist() == [3600, 3600]

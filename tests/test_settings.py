@@ -1,4 +1,4 @@
-"""One answer in every setting: each scheme whole, streamed, packed, padded, shared by heads or cast is its definition."""
+"""Test every scheme in every setting (whole, streamed, packed, padded, grouped heads, cast) against its definition."""
 
 import threading
 
@@ -42,7 +42,7 @@ both = each("kind", ATTENTION)
 
 
 class Setting:
-    """A scheme off its initial values, random content with a mask, and what its definition makes of them."""
+    """A scheme with perturbed parameters, random content with a mask, and the expected output by definition."""
 
     def __init__(self, case, kind, causal, *, t=T, **more):
         self.case, self.kind, self.causal = case, kind, causal
@@ -63,7 +63,7 @@ class Setting:
     # The settings: the output of the same tokens, or of the last of them
 
     def chunks(self):
-        """Samples on two axes."""
+        """A stream in chunks, with two batch axes."""
         content, x, mask = [a[None] for a in self.content], self.x[None], self.mask[None]
         return stream(self.scheme, content, x, (0, 3, 3, 4, T), mask=mask)[0][0]
 
@@ -83,7 +83,7 @@ class Setting:
         return self.attend(*content, x, F.pad(self.mask, (PAD, 0)))[..., PAD:, :]
 
     def _pads(self):
-        """Some queries, and keys and values that nothing may see."""
+        """Padding: queries, and keys and values that no query may see."""
         q, k, v = (a.detach()[..., :PAD, :] for a in self.content)
         return q, k * torch.nan, v * torch.inf
 
@@ -109,7 +109,7 @@ class Setting:
         return self._of_one(stream(self.scheme, self._shared(), self.x, (0, 3, 4, T), mask=self.mask)[0])
 
     def _shared(self):
-        """Several query heads for one key head; the middle one is tested."""
+        """Inputs with several query heads per key head. The test reads the middle one."""
         q, k, v = self.content
         return torch.stack((q.flip(-1), q, torch.randn_like(q)), 2).flatten(1, 2), k, v
 
@@ -117,7 +117,7 @@ class Setting:
         return out.unflatten(1, (HEADS, GROUPS))[:, :, 1]
 
     def views(self):
-        """Strided tensors, the first sample on two axes and the last on none."""
+        """Non-contiguous tensors: all samples but the last with two batch axes, the last with none."""
         moved = [a.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1) for a in self.content]
         whole = *moved, self.x.mT.contiguous().mT, self.mask
         first, last = self.attend(*(a[:-1, None] for a in whole)), self.attend(*(a[-1] for a in whole))
@@ -134,7 +134,7 @@ CAUSAL = {*STREAMS, "last_queries"}
 
 
 def refusal(case, kind, name):
-    """What a setting is refused with; "" where it has no meaning."""
+    """Pattern of the error of an unsupported setting, "" if the setting does not apply, None if it is supported."""
     if name in STREAMS and (case.outside or (case.clipped and kind == "linear" and case.group.columns > 1)):
         return "segment_ids|state: expected .* class tokens"
     if case.clipped and kind == "linear" and name == "packed_stream":
@@ -192,7 +192,7 @@ def test_one_token_alone_and_alone_in_its_segment(case, kind):
 
 @over_structures()
 def test_what_is_masked_reaches_no_gradient(case, kind):
-    """NaN and infinities in masked keys and values; the first sample has no key at all."""
+    """Masked keys and values contain NaN and infinities. All keys of the first sample are masked."""
     for causal in case.ways:
         setting = Setting(case, kind, causal)
         setting.mask[0] = False
@@ -237,7 +237,7 @@ def test_samples_are_independent(case, kind):
 @pytest.mark.parametrize("causal", [True, False])
 @given(st.data())
 def test_any_layout_of_segments(kind, causal, data):
-    """Each sample packs sequences of its own, whose positions start where they like, over chunks that cut them anywhere."""
+    """Each sample packs different sequences with random start positions, and chunks cut them anywhere."""
     draw = data.draw
     name = draw(st.sampled_from(["rope-learned-decay", "permuteformer", "lrpe-orthogonal-learned", "rope-encoded", "xpos"]))
     kind = kind if kind in scheme_case(name).kinds else "linear"
@@ -296,7 +296,7 @@ def test_fewer_queries_have_the_segments_of_the_last_keys(kind):
 @each("decay", ["none", "retnet"])
 @each(("heads", "shared", "t", "e"), [(6, 2, 67, 8), (6, 2, 1, 5), (3, 1, 7, 3), (4, 4, 67, 3)])
 def test_query_heads_share_key_heads(kind, causal, decay, heads, shared, t, e):
-    """Groups of neighbouring query heads, as if keys, values and all that belongs to them were repeated."""
+    """Groups of adjacent query heads share a key head. The result equals repeated keys, values and tables."""
     scheme = isopos.rope(HEAD_DIM, shared, attention=kind, decay=decay)
     many = isopos.rope(HEAD_DIM, heads, attention=kind, decay=own_rates(decay, shared, heads))
     _, k, v = inputs(2, t=t, e=e, heads=shared, requires_grad=True)
@@ -380,7 +380,7 @@ def test_bidirectional_decay_trains(options):
 
 
 def everything(case, kind, x):
-    """Output and gradients of a scheme and its parameters, from a generator of its own."""
+    """Output and all gradients of a scheme, with inputs from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     scheme = case.build(attention=kind)
     shape = (2, HEADS, 70, scheme.encoding.features)
@@ -390,7 +390,7 @@ def everything(case, kind, x):
 
 
 def test_threads_change_nothing():
-    """Two at once, through other schemes, and once more: bit for bit."""
+    """Results in two concurrent threads equal the results of one, bit for bit."""
     every = [(case, kind, case.positions(t=70)) for case in PRESETS for kind in case.kinds]
     alone = [everything(*pair) for pair in every]
     found = {}

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command where it can be ended, with the exit status that says so."""
+"""Test that SIGINT and SIGTERM end a command at a safe point, with their exit status."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def send(number):
 
 
 class Dropping:
-    """Where a signal comes while it is deleted, Python drops what the handler raises."""
+    """An object whose deletion receives a signal. Python drops exceptions that a handler raises there."""
 
     def __init__(self, number):
         self.number = number
@@ -66,7 +66,7 @@ def test_outside_of_commands_none_is_kept():
 
 
 def _before_the_second(monkeypatch, act):
-    """Makes a comparison act when its second run is to begin."""
+    """Run an action in a comparison before its second run."""
     original = training.train
 
     def train(recipe, *rest, **options):

@@ -1,4 +1,4 @@
-"""What `make docs` calls wrong: links, anchors, pictures, what is loaded; and code of pages that fails."""
+"""Test the errors of `make docs`: links, anchors, pictures, external resources, and failing code of pages."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `softmax_attention` has for itself; the rest is in test_linear_attention.py."""
+"""Test features of `softmax_attention` alone. test_linear_attention.py tests shared features."""
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def test_a_row_without_pairs_is_zero_and_has_finite_gradients():
 
 
 def test_a_mask_of_pairs_reaches_the_fused_function_as_it_is(monkeypatch):
-    """A bool mask as bool, and nothing of [*b h t s] where the mask has fewer axes."""
+    """A bool mask stays bool, and a mask with fewer axes is not expanded to [*b h t s]."""
     seen = []
     fused = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -158,7 +158,7 @@ def test_a_mask_of_pairs_in_a_stream_counts_all_keys():
 @each("name", ["rope", "alibi", "t5", "ape-sequence-locality"])
 @each("empty", [0.0, torch.nan])
 def test_a_static_cache(name, empty):
-    """Keys and values of a capacity, of which more and more slots are filled, in place."""
+    """Keys and values have a fixed capacity, and each step fills more slots in place."""
     scheme, capacity = scheme_case(name).build(attention="softmax"), 12
     q, k, v = inputs(2, t=9)
     whole = softmax_attention(q, k, v, **scheme.at(sequence(9), dtype=q.dtype), causal=True)

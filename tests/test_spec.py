@@ -1,4 +1,4 @@
-"""The grammar of options and schemes as text: what it reads, and where it says that a text is wrong."""
+"""Test the grammar of options and schemes as text: results, and locations in errors."""
 
 import re
 

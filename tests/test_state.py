@@ -1,4 +1,4 @@
-"""Streams: however a sequence is cut, saved, copied or reordered, its tokens get what the whole sequence gives them."""
+"""Test streams: outputs equal the whole sequence's for any cuts, after saving, copying and reordering."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ every = over_structures(SchemeCase.streams)
 
 
 def made(case, kind, *batch, t, **more):
-    """A scheme off its initial values, content and positions of a stream."""
+    """A scheme with perturbed parameters, with content and positions of a stream."""
     scheme = perturb(case.build(attention=kind, **more))
     return scheme, inputs_of(scheme, *batch, t=t), parents_first(scheme.group, case.positions(*batch, t=t))
 
@@ -125,7 +125,7 @@ def test_continuations_do_not_disturb_each_other(case, kind):
 
 @every
 def test_reordered(case, kind):
-    """Beams: the second sample twice, then the first; three query heads share those of a key head."""
+    """Beam search: the second sample twice, then the first. Three query heads share a key head."""
     scheme, (q, k, v), x = made(case, kind, 2, t=9)
     content, index = (q.repeat_interleave(3, 1), k, v), torch.tensor([1, 1, 0])
     _, state = stream(scheme, content, x, (0, 5))
@@ -315,7 +315,7 @@ def test_in_place_is_a_stream_now():
 
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_a_stream_goes_on_with_as_many_samples(kind):
-    """None of them is another number, too; no tokens are none."""
+    """Zero samples are a different number and an error. Zero tokens leave the state unchanged."""
     q, k, v = inputs(2, t=3)
     _, state = ATTENTION[kind](q, k, v, causal=True, return_state=True)
     with pytest.raises(ValueError, match=r"state: expected one of \[0, 2\] samples and heads, got one of \[2, 2\]"):

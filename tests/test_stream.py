@@ -1,4 +1,4 @@
-"""Streams: the numbers of attention, token by token and chunk by chunk, on every code path."""
+"""Test that streams equal attention, token by token and chunk by chunk, on every code path."""
 
 import copy
 import itertools
@@ -352,7 +352,7 @@ def test_another_layout_may_stay_when_tables_are_made_again(monkeypatch, prepare
 @NEEDED
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_does_not_fit_goes_the_long_way(prepared, fails):
-    """A mask, options, gradients, other shapes: attention's result or its error; the stream continues."""
+    """With a mask, options, gradients or other shapes, calls give attention's result or error, and the stream continues."""
     scheme = isopos.retnet(32, 3)
     given = content(scheme, 6, 2)
     steps = Stream(scheme)

@@ -1,4 +1,4 @@
-"""Files of samples are read line by line and memory-mapped: memory does not grow with them, and nothing is read twice."""
+"""Test that files of samples are read once, line by line, and memory-mapped, with constant memory."""
 
 import subprocess
 import sys

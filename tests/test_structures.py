@@ -1,4 +1,4 @@
-"""The list of structures is complete: every row has a listed one, a new one appears by itself, and no class is missing."""
+"""Test that the list of structures is complete for all rows and classes, and adds new structures automatically."""
 
 from cases import COMPOSED, HEADS, SCHEMES, SchemeCase, named, over_rows, perturb
 from structures import ENCODINGS_ALONE, STRUCTURES, structure, structures
@@ -26,7 +26,7 @@ def final_under(cls, module):
 
 @over_rows([*SCHEMES, *ENCODINGS_ALONE])
 def test_every_row_has_a_listed_structure(case):
-    """Also once it has learned, in another size."""
+    """Also with perturbed parameters."""
     for kind in case.kinds:
         scheme = perturb(case.build(attention=kind))
         assert structure(scheme) in LISTED
@@ -46,7 +46,7 @@ def test_each_structure_stands_once_and_its_row_is_one_of_those_that_have_it():
 
 
 def test_every_class_that_attention_can_see_is_in_a_structure():
-    """A class of maps, terms or paths without a row would be tested by nothing that runs over structures."""
+    """Tests over structures would not cover a class of maps, terms or phases without a row."""
     seen = types_in(tuple(LISTED))
     assert final_under(TokenMap, maps) - seen == {"Factor"}  # of extensions: tests/test_lengths.py
     assert {name for name in terms.__all__ if name != "Term"} - seen <= {"Indexed", "Offsets", "Numbers", "DistanceKernel"}

@@ -1,4 +1,4 @@
-"""Tables of papers: the data files, locks, ranks, and `isopos table` end to end."""
+"""Test tables of papers: data files, locks, ranks, and `isopos table` end to end."""
 
 import contextlib
 import functools
@@ -427,7 +427,7 @@ def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monk
 
 
 def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos, tmp_path):
-    """Two seeds mark nothing, nor do three with differences of 0.02, 0.05 and 0.08; 0.05 thrice is shown."""
+    """Two seeds mark no row. Three seeds with differences 0.02, 0.05, 0.08 mark none; three differences of 0.05 do."""
     text = TASKS.replace('baseline = "flat"', 'baseline = "flat"\nmarked = true')
     (tmp_path / "two.toml").write_text(text)
     folder = tmp_path / "runs" / "tables" / "two-tiny"
@@ -607,7 +607,7 @@ def test_missing_rounds_by_row(tmp_path):
 
 
 def test_a_metric_of_a_split_that_the_data_lack_is_of_the_validation(tmp_path, monkeypatch):
-    """And a view that several columns share is scored once."""
+    """The command scores a view once for all columns that share it."""
     asked = []
 
     def measure(model, recipe, view):

@@ -1,4 +1,4 @@
-"""The seam of tasks: the one of tests/extension in every command, and names, fields and figures that there are not."""
+"""Test the interface of tasks: the task of tests/extension in every command, and errors for unknown names and fields."""
 
 import json
 import shutil

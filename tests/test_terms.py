@@ -1,4 +1,4 @@
-"""Relative terms: scores of a token and the row of an offset's bucket."""
+"""Test relative terms: scores of a token and the table row of an offset's bucket."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Labelled texts: tables and folders of them, what is refused, batches, pairs, and what a classifier makes of them."""
+"""Test labelled texts: tables, folders, errors, batches, pairs, and a classifier's training."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ def _cache(monkeypatch, tmp_path):
 
 
 def samples(count=60, seed=0):
-    """Texts of 1 to 40 letters and a class each, by the first letter; every third has a line of its own in it."""
+    """Texts of 1 to 40 letters. The first letter determines the class; every third text has two lines."""
     random = np.random.default_rng(seed)
     words = ["".join(random.choice(list("abcde "), size=random.integers(1, 40))).strip() or "a" for _ in range(count)]
     words = [f'{word}\n"{n}", {word}' if n % 3 == 0 else f"{word} {n}" for n, word in enumerate(words)]
@@ -73,7 +73,7 @@ def test_texts_keep_their_classes_for_any_order_in_the_file(tmp_path, labels, cl
 
 
 def test_formats_agree(tmp_path):
-    """CSV and JSON a line, in one file or packed, and a folder a class: with the same splits, chosen by a hash."""
+    """CSV and JSON lines, plain or in archives, and one folder per class give the same splits, by a hash."""
     rows = samples()
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + as_csv(rows).encode())
     (tmp_path / "a.jsonl").write_text(as_json(rows))
@@ -190,7 +190,7 @@ def test_what_is_wrong_is_named(tmp_path, name, text, message):
 
 
 def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch):
-    """A folder of parquet files, which `datasets` reads as it would from the hub, is the .jsonl of the same rows."""
+    """A folder of parquet files, which `datasets` reads like the hub, equals the .jsonl of the same rows."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
@@ -310,7 +310,7 @@ def test_pairs_share_their_room(tmp_path):
 
 
 def shortened(first, second, room, tie):
-    """Lengths of two texts after the longer one has lost one token at a time, until both fit; of equal ones, that number."""
+    """Lengths after cutting the longer text token by token until both fit. If equal, text number `tie` is cut."""
     both = [first, second]
     while sum(both) > room:
         both[tie if both[0] == both[1] else int(both[1] > both[0])] -= 1
@@ -324,7 +324,7 @@ LENGTHS = [(a, b) for a in (1, 5, 7, 8, 9, 30) for b in (1, 6, 8, 9, 31)]
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 @pytest.mark.parametrize("pairs", ["joined", "towers"])
 def test_pairs_are_cut_as_their_pooling_and_their_towers_need(tmp_path, pairs, pooling, longest):
-    """Kept tokens, sizes, the number of cut samples and the batch: by the definition, for every combination."""
+    """Kept tokens, sizes, number of cut samples and batches follow the definition for every combination."""
     rows = [("a" * a, "b" * b, str(n % 2)) for n, (a, b) in enumerate(LENGTHS)]
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text(as_json(rows, ("text", "other")))
@@ -376,7 +376,7 @@ def test_a_part_of_what_is_held_out_is_spread_over_a_source_sorted_by_class(tmp_
 
 
 def test_passages_are_told_apart_by_order_alone():
-    """A turned pair of brackets leaves the bytes as they are; no two splits have a topic in common."""
+    """Swapped brackets keep the same bytes. Splits have no topic in common."""
     found = texts.load_texts("")
     assert isinstance(found.tokenizer, Bytes)
     shares = np.bincount(found.labels("train")) / len(found.labels("train"))

@@ -1,4 +1,4 @@
-"""Tokens of text and back."""
+"""Test encoding and decoding of text by tokenizers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Transduction: random symbols, texts in files, batches, teacher forcing and free decoding, and the commands."""
+"""Test transduction: random symbols, text files, batches, teacher forcing, free decoding, and the commands."""
 
 import gzip
 import pickle
@@ -28,7 +28,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 
 def ready(scheme="rope:attention=softmax", **edits):
-    """A recipe, settled, and its data."""
+    """A recipe with inferred fields, and its data."""
     recipe = Recipe(task=Transduction()).edit(scheme=scheme, **SIZES | edits)
     data = recipe.task.load(recipe)
     return data.infer(recipe), data
@@ -55,7 +55,7 @@ def test_random_sequences_follow_their_seed_and_differ_and_have_the_stated_lengt
     ("operation", "expected"), [("copy", [1, 2, 3, 9]), ("reverse", [3, 2, 1, 9]), ("repeat", [1, 2, 3, 1, 2, 3, 9])]
 )
 def test_targets_by_hand(operation, expected):
-    """9 ends a target, 10 starts it; nothing is stored but the source."""
+    """9 ends a target and 10 starts it. The data store only the source."""
     recipe, data = ready(operation=operation, vocabulary=9)
     row = np.array([1, 2, 3])
     data.pairs["train"][0] = (row, row)
@@ -107,7 +107,7 @@ def test_a_decoded_target_is_right_only_if_it_ends_where_it_should():
     recipe, data = ready(vocabulary=9, operation="copy")
 
     class Fixed(torch.nn.Linear):
-        """Answers the same whatever it is asked."""
+        """A model with a constant answer."""
 
         def greedy(self, source, start, most, follow, positions, mask):
             assert follow(torch.tensor([[1, 9], [9, 3]])) is None
@@ -145,7 +145,7 @@ def gathered(source, languages=""):
 
 
 def test_formats_of_texts_agree(tmp_path):
-    """A table, columns with names in either order, two files, packed or not; a table's names are its own."""
+    """A table, named columns in either order, and two files give the same pairs, plain or in archives."""
     lines(tmp_path / "plain.tsv", *("\t".join(row) for row in ROWS), "")
     lines(tmp_path / "named.tsv", "Target\tSource", *(f"{b}\t{a}" for a, b in ROWS))
     lines(tmp_path / "rows.en.gz", *(a for a, _ in ROWS))
@@ -231,7 +231,7 @@ def test_texts_that_are_no_pairs_are_named(tmp_path, monkeypatch, files, data, l
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_datasets_have_pairs_in_two_columns_or_by_language(tmp_path, monkeypatch, nested):
-    """A folder of parquet files, which `datasets` reads as it would from the hub."""
+    """A folder of parquet files, which `datasets` reads like the hub."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")

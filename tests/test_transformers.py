@@ -1,4 +1,4 @@
-"""Tiny random models of transformers with schemes of isopos. Importing transformers takes seconds."""
+"""Test tiny random models of transformers with schemes of isopos. Importing transformers takes seconds."""
 
 import copy
 import gc

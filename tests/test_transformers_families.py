@@ -1,4 +1,4 @@
-"""All families of models that `patch` serves, through all that a patched model does; tests/families.py has the table."""
+"""Test all model families of tests/families.py with `patch`: every feature of a patched model."""
 
 import faults
 import pytest
@@ -110,7 +110,7 @@ def test_learned_vectors_of_a_model_may_be_its_scheme_s(name):
 
 @torch.no_grad()
 def test_alibi_of_falcon():
-    """Whose slopes are divided by the root of the head size, as logits are."""
+    """Falcon divides the slopes by the root of the head size, like logits."""
     given, rates = inputs("falcon"), alibi_rates(HEADS) / HEAD_DIM**0.5
     model = FAMILIES["falcon"].make(alibi=True)
     expected = output(model, *given)

@@ -1,4 +1,4 @@
-"""Whole checkpoints of transformers in other layouts, and with a basis folded in."""
+"""Test conversion of whole checkpoints of transformers to other layouts, and with an absorbed basis."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_interleaved_weights_are_for_code_that_rotates_pairs_side_by_side(hf, fa
 @pytest.mark.parametrize("part", [8, HEAD_DIM])
 @torch.no_grad()
 def test_the_layout_is_that_of_the_features_which_the_scheme_rotates(hf, part):
-    """Not of those which GPT-NeoX's configuration has; values stay as they are."""
+    """The number of rotated features comes from the scheme, not from GPT-NeoX's configuration. Values do not change."""
     model, x = make(hf, "GPTNeoX"), torch.randn(1, 5, HEADS * HEAD_DIM)
     layer = model.base_model.layers[0].attention
     patch(model, isopos.rope(HEAD_DIM, rotary_dim=part, attention="softmax"))

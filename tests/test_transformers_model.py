@@ -1,4 +1,4 @@
-"""The model of isopos as one of transformers; tiny ones, of random weights. Importing transformers takes seconds."""
+"""Test the isopos model as a model of transformers, with tiny random weights. Importing transformers takes seconds."""
 
 import copy
 import json
@@ -171,7 +171,7 @@ def test_a_layer_of_the_cache(hf, name):
 
 @torch.no_grad()
 def test_what_a_call_is_given_and_gives(hf):
-    """A cache by default in evaluation alone; some tokens' logits; a loss of so many tokens; names or a tuple."""
+    """Test the arguments of a call: cache (default in evaluation only), logits_to_keep, loss, and the type of the result."""
     model, ids = make(), tokens()
     whole = model.decoder(ids)
     assert model(ids).past_key_values.get_seq_length() == LENGTH

@@ -1,4 +1,4 @@
-"""Models of transformers over the processes of a group, here threads: losses and gradients of one process."""
+"""Test models of transformers over a group of processes (threads here): losses and gradients equal one process."""
 
 import copy
 
@@ -55,7 +55,7 @@ def compared(model, run, size=2, kind=lambda group: group):
 
 
 def loss_of(tokens, mask):
-    """A function of a model and a group: the sum of the losses of all tokens, or of a shard's."""
+    """A function that returns a model's total loss over all tokens, or over a group member's shard."""
     from isopos.integrations.transformers import cut_labels
 
     def run(model, group):

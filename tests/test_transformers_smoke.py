@@ -1,4 +1,4 @@
-"""Patch, save and load tiny models of transformers: what `make test` runs of them, since importing it takes seconds."""
+"""Test patching, saving and loading tiny models of transformers. `make test` runs only these, since imports take seconds."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ def perturbed(scheme):
 @pytest.mark.parametrize("name", ["llama4", "gemma3", "gpt2", "falcon"])
 @torch.no_grad()
 def test_a_model_is_served_by_its_structure(hf, name):
-    """Complex tables and layers without positions, frequencies by type of layers, added vectors, and its own attention."""
+    """Complex tables, layers without positions, frequencies per layer type, added vectors, and custom attention."""
     model = FAMILIES[name].make()
     expected = logits(model)
     if name != "gpt2":
@@ -103,7 +103,7 @@ def test_a_scheme_that_is_extended_in_its_model_is_saved_as_it_is(hf, tmp_path):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_a_loaded_model_has_its_basis_absorbed(hf, tmp_path, heads):
-    """One of fewer heads of keys than of queries; what was absorbed is saved without a name, and is given again."""
+    """The model has fewer key heads than query heads. An absorbed scheme has no name, so `patch` needs it again."""
     model = patch(make(hf), perturbed(isopos.lrpe_orthogonal(8, heads, attention="softmax", learned_basis=True)))
     model.save_pretrained(tmp_path)
     absorbed = absorb(load(tmp_path))
@@ -185,7 +185,7 @@ def test_a_configuration_says_every_extension(rule):
 
 @pytest.mark.slow
 def test_a_process_that_has_not_imported_isopos_reads_a_model_of_ours(hf, tmp_path):
-    """By the folder's own code, which is asked for; what that process saves is such a folder again."""
+    """The process uses the code in the folder, with trust_remote_code. A folder that it saves works in the same way."""
     from isopos.integrations.transformers import from_decoder
 
     model = from_decoder(isopos.Decoder(30, 32, 1, isopos.rope(8, 4)).eval())

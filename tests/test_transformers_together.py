@@ -1,4 +1,4 @@
-"""Two features of a patched model at once: part of a head rotates, heads are grouped, padded, cached, extended, sharded."""
+"""Test pairs of features of a patched model: partial rotation, grouped heads, padding, caches, extensions, shards."""
 
 import importlib.metadata
 import json
@@ -60,7 +60,7 @@ def made(name, heads, rule=None):
 
 
 class InPairsOfTheModel:
-    """A scheme that rotates pairs (2i, 2i + 1), at the pairs (i, i + d / 2) of the code of Llama."""
+    """A scheme of interleaved pairs (2i, 2i + 1), applied to the pairs (i, i + d / 2) of Llama's code."""
 
     def __init__(self, scheme):
         self.scheme, self.heads = scheme, scheme.heads
@@ -78,7 +78,7 @@ def of_few_keys(family):
 @pytest.mark.parametrize("rule", [None, *RULES])
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
 def test_attention_is_what_is_defined_however_the_scheme_is_extended(hf, family, rule):
-    """Whether the model's own code rotates, or ours; `as_defined` evaluates the extended scheme in float64."""
+    """For rotations by the model's code and by ours. `as_defined` evaluates the extended scheme in float64."""
     model = make(hf, family)
     for name in SCHEMES:
         if (family, name) == ("Llama", "partial") and rule != "whole":
@@ -99,7 +99,7 @@ def test_attention_is_what_is_defined_however_the_scheme_is_extended(hf, family,
 @ALL_FAMILIES
 @torch.no_grad()
 def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name):
-    """Left padding, grouped heads, chunks, and positions that are given or counted; with a window too."""
+    """With left padding, grouped heads, chunks, explicit or default positions, and also with a window."""
     options = {"sliding_window": 4} if family == "Mistral" else {}
     model, scheme = make(hf, family, **options), made(name, of_few_keys(family), "yarn")
     patch(model, scheme)
@@ -122,7 +122,7 @@ def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name):
 @pytest.mark.parametrize("name", ["xpos", "basis-of-key-heads", "alibi-of-key-heads", "angles-a-head"])
 @torch.no_grad()
 def test_a_static_cache_gives_the_logits_of_whole_sequences(hf, model, name):
-    """Its free slots are at no position of their own: zeros there would be at -2^31, which xPos has not."""
+    """Free slots have no position of their own; zeros there would mean position -2^31, which xPos does not support."""
     patch(model, scheme_of(name))
     ids = tokens(2)
     cache, found = hf.StaticCache(config=model.config, max_cache_len=LENGTH + 5), []
@@ -199,7 +199,7 @@ def test_every_family_computes_in_half_precision_and_in_training_mode(hf, family
 
 @torch.no_grad()
 def test_embeddings_of_bert_are_sums_of_words_types_and_what_the_scheme_adds(hf):
-    """By position or by name, with types and positions given or not, from tokens or their vectors."""
+    """Arguments by position or name, with or without types and positions, from tokens or embedding vectors."""
     model, ids = encoder(hf, "Bert"), tokens()
     embeddings = model.bert.embeddings
     types, x = torch.randint(2, ids.shape), torch.randint(15, ids.shape)

@@ -1,4 +1,4 @@
-"""Trees: the group, its readers, and the operators of nodes."""
+"""Test trees: the group, its parsers, and the operators of nodes."""
 
 import gzip
 import re
@@ -29,7 +29,7 @@ GROUPS = [
 
 @st.composite
 def nodes(draw, most=12, roots=True):
-    """Any tree or forest of a few nodes, its rows in any order."""
+    """Draw a tree or forest of a few nodes, with rows in random order."""
     n = draw(st.integers(1, most))
     parents = [-1, *(draw(st.integers(-1 if roots else 0, i - 1)) for i in range(1, n))]
     row = draw(st.permutations(range(n)))
@@ -47,7 +47,7 @@ def generators(heads=2, features=4, branches=BRANCHES, **options):
 
 
 def words(x):
-    """The branches from the root to each row."""
+    """The branches from the root to each node."""
     rows, found = x.tolist(), []
     for parent, branch in rows:
         word = []
@@ -59,7 +59,7 @@ def words(x):
 
 
 def steps(x, y):
-    """Distances found by walking from each node over the edges of one tree that has all of them."""
+    """Distances between nodes, by breadth-first search in one tree that contains them all."""
     every = {word[:i] for word in words(x) + words(y) for i in range(len(word) + 1)}
     edges = {word: {word[:-1]} if word else set() for word in every}
     for word in every - {()}:
@@ -82,7 +82,7 @@ def chain(n, branch=0):
 
 
 def last(x, t):
-    """The last rows' words."""
+    """The words of the last rows."""
     return words(x)[len(x) - t :]
 
 
@@ -467,7 +467,7 @@ def test_deep_sources():
 
 
 def write(x, labels):
-    """Text of one tree whose rows are in preorder."""
+    """The s-expression of a tree with rows in preorder."""
     children = [[] for _ in labels]
     for row, (parent, _) in enumerate(x.tolist()):
         if parent >= 0:

@@ -1,4 +1,4 @@
-"""Trees into trees: operations, orders, places of nodes that are still to come, files, and the commands."""
+"""Test tree transduction: operations, orders, positions of the next nodes, files, and the commands."""
 
 import gzip
 import re
@@ -38,14 +38,14 @@ DEEP = 10_000
 
 
 def ready(scheme=TREE, **edits):
-    """A recipe, settled, and its data."""
+    """A recipe with inferred fields, and its data."""
     recipe = Recipe(task=TreeTransduction()).edit(scheme=scheme, **SIZES | edits)
     data = recipe.task.load(recipe)
     return data.infer(recipe), data
 
 
 def labelled(text):
-    """Labels that are numbers."""
+    """Parse an s-expression with integer labels."""
     labels, arities = parse(text)
     return LabelledTree(tuple(map(int, labels)), tuple(arities))
 
@@ -55,7 +55,7 @@ def as_text(one):
 
 
 def random_tree(seed, depth=5):
-    """A tree with nodes of 0 to 3 children."""
+    """A random tree in which nodes have 0 to 3 children."""
     random = np.random.default_rng(seed)
     arities, waiting = [], [depth]
     while waiting:
@@ -85,7 +85,7 @@ def test_mirror_images_by_hand(source, target):
     ],
 )
 def test_one_step_of_reduction_by_hand(source, target):
-    """Sums modulo 3 of nodes whose children are both leaves, all at once."""
+    """One step replaces every node with two leaves by their sum modulo 3."""
     assert as_text(reduce_pairs(labelled(source), lambda _, a, b: (a + b) % 3)) == target
 
 
@@ -111,7 +111,7 @@ def test_orders_rows_and_text_are_one_tree(seed, order):
 
 @given(st.integers(0, 10_000), st.sampled_from(ORDERS))
 def test_the_place_of_the_next_node_is_known_from_those_before(seed, order):
-    """Node by node, and none is to come exactly at the end."""
+    """The builder knows each next position, and is complete exactly after the last node."""
     one = random_tree(seed)
     labels, rows = in_order(one, order)
     arities, grown = in_order(LabelledTree(one.arities, one.arities), order)[0], TreeBuilder(order)
@@ -127,7 +127,7 @@ def test_the_place_of_the_next_node_is_known_from_those_before(seed, order):
 
 @pytest.mark.parametrize(("side", "order"), [("left", "breadth"), ("right", "depth")])
 def test_chains_of_any_depth(order, side, tmp_path):
-    """10,000 nodes below each other, each with a leaf beside it."""
+    """The chain has 10,000 levels, and each level has one additional leaf."""
     chain_of = LabelledTree((3,) * DEEP + (1,) * (DEEP + 1), (2,) * DEEP + (0,) * (DEEP + 1))  # (3 (3 (3 1 1) 1) 1)
     if side == "right":  # (3 1 (3 1 (3 1 1)))
         chain_of = LabelledTree((3, 1) * DEEP + (1,), (2, 0) * DEEP + (0,))
@@ -202,7 +202,7 @@ def test_what_operators_make_of_a_subtree():
 
 
 def test_random_trees_grow_as_the_authors_do():
-    """The depth of the second child is drawn once more where it is the deepest: a full tree of depth 2 is one in four."""
+    """The authors redraw the second child's depth if it is maximal, so one tree in four of depth 2 is full."""
     random = np.random.default_rng(0)
     full = [len(random_shape(random, 2, 7)) == 7 for _ in range(4000)]
     assert np.mean(full) == pytest.approx(1 / 4, abs=0.02)
@@ -216,7 +216,7 @@ def test_random_trees_grow_as_the_authors_do():
 
 
 def test_labels_of_operators_are_those_of_the_authors():
-    """128 at the paper's depth: 64 of leaves, 60 of inner nodes and four operators, then those of truncated subtrees."""
+    """The paper's depth has 128 labels: 64 of leaves, 60 of inner nodes, 4 operators. Truncated subtrees have more."""
     assert [labels_of("ops", depth) for depth in (3, 4, 7)] == [32, 32, 128]
     found = random_trees(0, (5, 1, 1), "ops", depth=4, deviation=1, labels=labels_of("ops", 7))
     assert found.names[124:128] == ACTIONS
@@ -297,7 +297,7 @@ def test_scores_count_every_node_once_and_decoding_follows_positions(scheme, ord
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scheme", [LINE, TREE])
 def test_a_model_that_knows_the_target_decodes_it_whole(order, scheme):
-    """Given the places that `follow` finds; each tree ends for itself."""
+    """`follow` returns the positions of the target. Trees of a batch end independently."""
     recipe, data = ready(scheme, order=order)
     rows = np.arange(6)
     source, _, x, y, mask, answers = data.tensors("validation", rows, recipe)

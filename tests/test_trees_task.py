@@ -1,4 +1,4 @@
-"""Trees with classes: formats that agree, what is refused and where, batches in trees and lines, and very deep ones."""
+"""Test tree classification: equivalent formats, errors with their locations, batches on trees and lines, and deep trees."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def nested(random, depth=0):
 
 
 def samples(count=80, seed=0):
-    """Nested lists of letters, all different, and a class by the first letter."""
+    """Distinct nested lists of letters. The first letter determines the class."""
     random, found = np.random.default_rng(seed), {}
     while len(found) < count:
         one = nested(random)
@@ -43,7 +43,7 @@ def samples(count=80, seed=0):
 
 
 def lisp(value, label):
-    """With labels of 2 and 3 at every node, as in the Stanford Sentiment Treebank: words are single children."""
+    """Labels 2 and 3 at every node, as in the Stanford Sentiment Treebank. A word is the only child of its node."""
     return (
         f"({label} {value})"
         if isinstance(value, str)
@@ -52,14 +52,14 @@ def lisp(value, label):
 
 
 def unary(value):
-    """Without nodes above a single word."""
+    """Replace each node with a single word by the word."""
     if isinstance(value, str):
         return value
     return value[0] if len(value) == 1 and isinstance(value[0], str) else [unary(one) for one in value]
 
 
 def read(bank, split):
-    """Every tree's s-expression and class."""
+    """The s-expression and the class of every tree."""
     found = []
     for n, label in enumerate(bank.labels(split)):
         tokens, nodes = bank.tree(split, n)

@@ -1,4 +1,4 @@
-"""The benchmark's races on a GPU with Triton's kernels, at small sizes: interpreted on a CPU, or on a GPU."""
+"""Test the benchmarks of the Triton kernels at small sizes, interpreted on a CPU or on a GPU."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ def small(contest):
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """No work is repeated, and other libraries' workloads are known."""
+    """Run each workload once, with the workloads of other libraries registered."""
     monkeypatch.setattr(races, "PEERS", PEERS)
     monkeypatch.setattr(timing, "_calls", lambda *_: (1, 0))
 
@@ -87,7 +87,7 @@ PAIRS = {pair for contests in others.GPU.values() for contest in contests for pa
 
 @pytest.mark.parametrize(("ours", "other"), sorted(PAIRS))
 def test_peers_compute_the_same(ours, other):
-    """With all gradients, in the dtype that the interpreter does not round otherwise."""
+    """Compare all gradients, in a dtype that the interpreter rounds correctly."""
     if why := PEERS[other].absence():
         pytest.skip(why)
     dtype = torch.float32 if gate.interpreted() else torch.bfloat16

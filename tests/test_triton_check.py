@@ -1,4 +1,4 @@
-"""The rows of isopos gpu-check at small sizes, interpreted on a CPU; and kernels that are wrong, which they find."""
+"""Test the rows of isopos gpu-check at small sizes, interpreted on a CPU, and that they detect wrong kernels."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_rows_that_have_nothing_to_find_say_why(monkeypatch):
 
 
 def _scaled(function, factor):
-    """A function whose results are too large by a factor; it writes some of them in place."""
+    """Wrap a function so that its results, also results written in place, are too large by a factor."""
 
     def run(*given, **named):
         found = function(*given, **named)
@@ -148,7 +148,7 @@ def test_a_kernel_that_raises_fails(monkeypatch):
 
 
 def test_rows_under_the_sanitizer(monkeypatch, tmp_path):
-    """A program that runs what it is given, or finds something."""
+    """The sanitizer is a stub that runs its command, or reports an error."""
     tool = tmp_path / gpu_rows.SANITIZER
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for last, status in (("exec", 0), ("echo '========= Invalid __global__ write of size 4'; exit 86; :", 86)):
@@ -164,7 +164,7 @@ def test_rows_under_the_sanitizer(monkeypatch, tmp_path):
 
 
 def test_the_command_switches_what_has_passed_on(tmp_path, monkeypatch):
-    """From the command line to attention by Triton, without a switch that asks for every kernel."""
+    """Test the way from the command line to attention by Triton, without the variable that requests every kernel."""
     command = [sys.executable, "-m", "isopos", "gpu-check", "--out", str(tmp_path), "--small", "--jobs", "2"]
     done = subprocess.run([*command, "--only", "rotation, bfloat16"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled ahead of time for each generation of GPUs: they fit, and spill no more than said."""
+"""Test the Triton kernels compiled for each GPU generation: they fit, and spill at most the stated registers."""
 
 import inspect
 from dataclasses import replace
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.triton
 
 
 class Recorder:
-    """Kernels that write down how they are called."""
+    """Record the arguments of kernel launches."""
 
     def __init__(self):
         self.calls = []
@@ -36,7 +36,7 @@ class Launch:
 
 
 def kind(x):
-    """The type of an argument, and whether it is a multiple of 16 or one."""
+    """The type of an argument, and whether it is 1 or a multiple of 16."""
     if isinstance(x, tuple):
         return type(x)(*map(kind, x))
     if isinstance(x, torch.Tensor):
@@ -61,7 +61,7 @@ def problem(dtype, d, kinds, decay, denominator, *, causal=True, phi=elu1):
 
 
 def launches(monkeypatch, sums, arch):
-    """What the forward and the backward pass would launch."""
+    """Launches of the forward and the backward pass."""
     recorder = Recorder()
     monkeypatch.setattr(triton, "_generation", lambda device: arch // 10)
     monkeypatch.setattr(triton, "_processors", lambda device: 132)
@@ -100,7 +100,7 @@ WIDTHS = {torch.bfloat16: (32, 64, 128, 256), torch.float32: (64, 128, 256), tor
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_fit(monkeypatch, arch):
-    """Rotary attention with a denominator of its own, and decays: shared memory is there, and few registers are spilled."""
+    """Rotary attention with an unrotated normaliser and decays fits into shared memory and spills few registers."""
     widths = [(dtype, d) for dtype, own in WIDTHS.items() for d in own]
     problems = {(dtype, d): problem(dtype, d, ("rotation",), False, "plain") for dtype, d in widths}
     problems |= {(torch.bfloat16, d, "decay"): problem(torch.bfloat16, d, ("rotation",), True, "plain") for d in (64, 128)}
@@ -148,7 +148,7 @@ REFLECTED = {(torch.bfloat16, 128): 640, (torch.bfloat16, 256): 1024, (torch.flo
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_reflections_of_wide_features_fit(monkeypatch, arch):
-    """Of which a program has all: more is spilled than elsewhere."""
+    """A program has all features of a reflection, so it spills more registers than others."""
     served = [(dtype, d) for dtype, d in REFLECTED if arch >= 90 or d <= triton.REFLECTED]
     problems = {own: problem(*own, ("reflection", "rotation"), False, "plain") for own in served}
     for (own, *launch), used in compile_all(monkeypatch, problems, arch).items():

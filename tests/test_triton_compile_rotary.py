@@ -1,4 +1,4 @@
-"""Triton's kernels of rotations and of steps, compiled ahead of time: what they take of a GPU."""
+"""Test GPU resources of the Triton kernels for rotations and decoding steps, compiled ahead of time."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ def rotations():
 
 
 def test_rotations_fit_a_gpu():
-    """Nothing is spilled, and a processor holds several programs' shared memory."""
+    """No registers are spilled, and the shared memory of several programs fits on one multiprocessor."""
     with compilers() as pool:
         jobs = [(*job, arch) for arch in ARCHITECTURES for job in rotations()]
         for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
@@ -77,7 +77,7 @@ def steps(cases=STEPS):
 
 
 def test_steps_fit_a_gpu():
-    """Sums go from memory to registers and back; nothing is spilled."""
+    """Sums go from memory to registers and back, without spills."""
     with compilers() as pool:
         jobs = [(*job, arch) for arch in ARCHITECTURES for job in steps()]
         for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
@@ -94,7 +94,7 @@ SMALL_STEPS = {  # of fewer numbers than a program has threads: several warps lo
 
 
 def test_a_barrier_stands_between_loads_and_stores_of_steps():
-    """Sums are written over in place: no warp may load what another one has stored, or it divides by a later sum."""
+    """Sums are updated in place. A warp must not load a sum that another warp has already stored."""
     with compilers() as pool:
         jobs = [(*job, 90) for job in steps(STEPS | SMALL_STEPS)]
         for job, text in zip(jobs, pool.map(assembly, *zip(*jobs, strict=True)), strict=True):

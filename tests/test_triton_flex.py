@@ -1,4 +1,4 @@
-"""isopos.attention.flex: flex attention, as PyTorch defines it on a CPU or on a GPU, beside all scores in memory."""
+"""Test isopos.attention.flex on a CPU or GPU against attention with all scores in memory."""
 
 import warnings
 from unittest import mock
@@ -43,7 +43,7 @@ CASES = {  # scheme, its options, arguments of attention
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
-    """Runs of flex attention, whose gradients PyTorch offers on a GPU only, but defines on a CPU."""
+    """Count runs of flex attention, and enable its gradients on the CPU, where PyTorch blocks them."""
     found, run = [], flex._run
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex, "_run", lambda *given: found.append(1) or run(*given))
@@ -133,7 +133,7 @@ def test_half_precision_keeps_its_dtype(runs):
 
 
 def test_no_pairs_are_formed():
-    """Terms are as long as tokens, and what a pair adds is computed from these."""
+    """Terms have one row per token, and flex attention computes the bias of a pair from them."""
     x = torch.arange(1000)[:, None]
     for scheme, kind in (
         (isopos.t5(D, 2).to(DEVICE), Offsets),
@@ -167,7 +167,7 @@ def test_a_warning_names_what_flex_attention_does_not_serve(runs):
 
 
 def test_a_warning_names_what_does_not_compile(monkeypatch):
-    """Another error is the caller's own."""
+    """Other errors propagate."""
     q, k, v = torch.randn(3, 2, 2, T, D)
     failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
 

@@ -1,4 +1,4 @@
-"""isopos.ops.gpu: which tensors Triton's kernels may read, and when."""
+"""Test isopos.ops.gpu: the conditions under which Triton kernels may read a tensor."""
 
 import pytest
 import torch

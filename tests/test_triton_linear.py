@@ -1,4 +1,4 @@
-"""Triton's linear attention, interpreted on a CPU, beside its definition in float64."""
+"""Test Triton's linear attention, interpreted on a CPU, against the definition in float64."""
 
 import re
 
@@ -49,7 +49,7 @@ def test_feature_maps_have_the_values_and_derivatives_of_the_table(phi):
 
 @pytest.fixture(autouse=True)
 def several_segments(monkeypatch):
-    """Of two chunks each, where there are more."""
+    """Split scans into segments of two chunks; returns the calls of the kernel."""
     monkeypatch.setattr(triton, "LEAST", 2)
     calls = []
     forward = triton.Triton.forward
@@ -63,14 +63,14 @@ def drawn(*shapes, dtype=torch.float32):
 
 
 def near(found, exact, most=3e-6):
-    """Equal up to `most` times the largest number."""
+    """Assert equality up to `most` times the largest magnitude."""
     for x, y in zip(found, exact, strict=True):
         assert x.shape == y.shape
         assert (x.double() - y).abs().max() <= most * max(y.abs().max(), exact[0].abs().max())
 
 
 def by_definition(inputs, given, grad):
-    """The same by the definition, in float64."""
+    """Output and gradients by the definition, in float64."""
     if "segment_ids" in given:
         given = given | {"segment_ids": (given["segment_ids"],) * 2}
     return with_gradients(inputs, torch.float64, given, grad, quadratic)
@@ -90,7 +90,7 @@ TOGETHER = ("identity", "masked", "drawn decay, plain", "both ways with a decay"
 
 @pytest.mark.parametrize("name", [*TOGETHER, "lrpe-orthogonal", "all keys, rope"])
 def test_keys_and_values_may_get_their_gradients_in_one_scan(monkeypatch, name):
-    """As they do on sm_90 where a program has the registers (`triton.config`)."""
+    """As on sm_90 if a program has enough registers (`triton.config`)."""
     config = triton.config
     monkeypatch.setattr(triton, "config", lambda *args, **how: config(*args, **how)._replace(together=True))
     given = linear_options(name, 1, 1, T, 16)
@@ -149,7 +149,7 @@ def test_scans_are_cut_into_segments_that_run_side_by_side(most, programs, segme
 @pytest.mark.parametrize("length", [1, 16, 31, 65])
 @pytest.mark.parametrize("name", ["drawn decay, plain", "all keys, rope"])
 def test_lengths(monkeypatch, name, length):
-    """Each chunk is a segment: five of them at most."""
+    """Each chunk is a segment, with up to five segments."""
     monkeypatch.setattr(triton, "LEAST", 1)
     given = linear_options(name, 1, 1, length, 16)
     *inputs, grad = drawn(*[(1, 1, length, 16)] * 4)
@@ -159,7 +159,7 @@ def test_lengths(monkeypatch, name, length):
 @pytest.mark.parametrize("form", ["plain", "encoded", "none"])
 @pytest.mark.parametrize(("t", "s"), [(1, 90), (40, 75), (90, 1)])
 def test_all_keys_of_other_tokens(several_segments, t, s, form):
-    """As many queries as one likes, at places of their own; what a masked key holds reaches nothing."""
+    """Any number of queries at other positions. Masked keys contain NaN, which has no effect."""
     places = [sequence(n) / 1000 for n in (t, s)]  # no denominator vanishes
     given = schemes.rope(20, 1, denominator=form).at(*places) | {"mask": torch.arange(2 * s).view(2, s) % 5 != 1}
     *inputs, grad = drawn((2, 1, t, 20), (2, 1, s, 20), (2, 1, s, 24), (2, 1, t, 24))
@@ -172,7 +172,7 @@ def test_all_keys_of_other_tokens(several_segments, t, s, form):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_summed_up_in_float32(dtype):
-    """Rounded are the output and the gradients."""
+    """Only the output and the gradients are rounded."""
     given = linear_options("all keys, rope", 1, 1, 70, 16)
     *inputs, grad = drawn(*[(1, 1, 70, 16)] * 4, dtype=dtype)
     found = with_gradients(inputs, dtype, given, grad)
@@ -186,7 +186,7 @@ def test_16_bit_inputs_are_summed_up_in_float32(dtype):
 
 
 def test_sums_are_written_in_the_dtype_of_inputs():
-    """Where nothing is left to do: those with a column are yet to be divided."""
+    """Finished sums have the dtype of inputs. Sums with a column are float32, because the division follows."""
     q, k, v = drawn(*[(1, 1, 20, 16)] * 3, dtype=torch.bfloat16)
     given = (Features(elu1, dtype=torch.float32),) * 2 + (READY,)
     for form, own in (("divide", torch.bfloat16), (None, torch.bfloat16), ("column", torch.float32)):
@@ -200,7 +200,7 @@ LEARNED += [("reflected", (2, 1)), ("reflected", ()), ("all keys", (2,))]
 
 @pytest.mark.parametrize(("more", "axes"), LEARNED, ids=str)
 def test_gradients_of_what_is_learned(more, axes):
-    """Of tables that heads, samples or none share, and of normals."""
+    """Gradients of tables with and without axes of samples and heads, and of normals."""
     t, d, lifted = 34 if more == "all keys" else 20, 16, more == "lifted"
     angles, normal = drawn((*axes, t, d if lifted else d // 2), (2, 1, d))
     *inputs, grad = drawn(*[(2, 2, t, d)] * 4)
@@ -223,7 +223,7 @@ def test_gradients_of_what_is_learned(more, axes):
 
 @pytest.mark.parametrize("name", ["rope", "cosformer", "permuteformer", "lrpe-orthogonal"])
 def test_tables_are_read_where_they_are(name):
-    """Samples, and heads where they are alike, read one table, made once a forward pass in float32 or bytes."""
+    """All samples, and heads with equal values, read one table, built once per forward pass in float32 or bytes."""
     given = schemes.REGISTRY[name](16, 2).at(sequence(20)) | {"causal": True}
     sums = sums_of(check_linear(*drawn(*[(3, 2, 20, 16)] * 3), given, streams=False))
     table, read = triton._closed(sums)[0].table, triton._call(sums).inputs(0).table
@@ -276,7 +276,7 @@ def test_clamped_denominators_are_counted_and_pass_no_gradient():
 
 
 def test_small_denominators_keep_their_sign():
-    """Denominators are -1e-8, 2e-8 and -8e-8. Sums of positive values have their signs, and so quotients are positive."""
+    """Denominators are -1e-8, 2e-8 and -8e-8. Numerators have the same signs, so quotients are positive."""
     q = torch.zeros(1, 1, 3, 16)
     q[..., 0] = 1.0
     k, v = q * torch.tensor([-1e-8, 3e-8, -1e-7])[:, None], 1 + torch.rand(1, 1, 3, 16)
@@ -304,7 +304,7 @@ STREAMS += ["masked decay, encoded", "lrpe-unitary", "lrpe-orthogonal", "lrpe-pe
 
 
 def _cut(x, part):
-    """Some tokens of an option."""
+    """The part of an option for some tokens."""
     if isinstance(x, tuple):
         return tuple(_cut(own, part) for own in x)
     return (
@@ -313,7 +313,7 @@ def _cut(x, part):
 
 
 def in_pieces(q, k, v, *, sizes=(20, 1, 3, 4), **given):
-    """Linear attention of a stream that comes in pieces."""
+    """Linear attention of a stream in chunks."""
     sizes = sizes if q.shape[-2] == sum(sizes) else (50, 1, 14, 5)
     outs, state, start = [], State(), 0
     for size in sizes:
@@ -326,7 +326,7 @@ def in_pieces(q, k, v, *, sizes=(20, 1, 3, 4), **given):
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_in_pieces_is_the_whole(several_segments, name):
-    """Gradients go through its states, and through log decays of the tokens before."""
+    """Gradients propagate through states and through log decays of earlier tokens."""
     t = 70 if name in ("drawn decay, plain", "packed") else 28  # with several segments, or one
     given = linear_options(name, 1, 2, t, 16)
     *inputs, grad = drawn((1, 2, t, 16), (1, 2, t, 16), (1, 2, t, 20), (1, 2, t, 20))
@@ -345,7 +345,7 @@ def test_a_stream_whose_heads_share_keys(several_segments):
 
 @pytest.mark.parametrize("steps", [1, 9])
 def test_a_compiler_leaves_the_kernels_as_they_are(several_segments, steps):
-    """Their gate is no break of its graph; causal sums of tokens are one operation, which they serve."""
+    """The kernel choice does not break the graph. Causal sums are one opaque operation, which the kernels serve."""
     scheme = schemes.REGISTRY["retnet"](16, 2)
     q, k, v = drawn(*[(1, 2, 30 + steps, 16)] * 3)
     first = scheme.at(sequence(30), state=State())

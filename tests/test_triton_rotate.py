@@ -1,4 +1,4 @@
-"""isopos.ops.triton_rotate in Triton's interpreter, or on a GPU: the maps of `isopos.ops.rotate`, against float64."""
+"""Test isopos.ops.triton_rotate in the interpreter or on a GPU: the maps of `isopos.ops.rotate` against float64."""
 
 from copy import deepcopy
 
@@ -33,7 +33,7 @@ every_map = pytest.mark.parametrize("name", MAPS)
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Names of the kernels that ran."""
+    """Names of the kernels that have run."""
     from isopos.ops import triton_rotate
 
     found = []
@@ -53,7 +53,7 @@ def features(*shape, dtype=torch.float32):
 
 
 def agree(found, expected, dtype=torch.float32):
-    """As close as the dtype has it; the interpreter cuts off bfloat16's digits, where a GPU rounds them."""
+    """Assert equality up to the dtype's rounding. The interpreter truncates to bfloat16; a GPU rounds."""
     for a, b in zip(found, expected, strict=True):
         error = (a.double() - b).abs().max() / b.abs().max().clamp_min(1)
         assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
@@ -124,7 +124,7 @@ def test_features_lie_anywhere(calls, name):
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("rotary_dim", [None, 6])
 def test_encodings_partial_and_in_both_layouts(calls, dtype, layout, rotary_dim):
-    """Three passes of PyTorch, or more, are one of the kernel."""
+    """One kernel replaces three or more PyTorch operations."""
     scheme = isopos.rope(16, 3, rotary_dim=rotary_dim, layout=layout, learned=True).to(DEVICE)
     x, rho = features(2, 3, 5, 16, dtype=dtype), scheme.encoding(isopos.sequence(5, device=DEVICE))
     again = deepcopy(scheme).double()

@@ -1,4 +1,4 @@
-"""How far Triton's linear attention is from float64 by the arithmetic of tensor cores, as `triton_rounding` emulates it."""
+"""Test the error of Triton's linear attention with emulated tensor cores (`triton_rounding`), compared with float64."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ SHORTER += [case._replace(length=40) for case in CASES if case.dtype == FP32 or 
 
 @pytest.mark.parametrize("case", [case for case in SHORTER if case.name != "encoded"], ids=str)
 def test_errors(case):
-    """Of norms; the largest number is twice as far at most. Rounding that no one did would be less than what is found."""
+    """Bound errors of norms, and largest errors by twice the bound. A lower bound shows that rounding is emulated."""
     output, gradient = MOST[case.dtype]
     found = errors(case)["triton"]
     assert output / 5 < found[0][0]
@@ -38,10 +38,10 @@ def test_errors(case):
 
 @pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 0.055, 0.24, 5e-3), strict=True)], ids=str)
 def test_errors_with_values_of_mean_one(case, most):
-    """Of a query's gradient, and of others. A state rounded from chunk to chunk would double those of the last case.
+    """Bound errors of gradients of queries and other inputs. Rounding states between chunks would double the last case.
 
-    The gradient is a difference: sums from what was rounded, less those of a denominator. Where features of both are the
-    same and all alike, that loses two digits, as docs/gpu.md says.
+    The gradient is the difference of rounded sums and sums of the denominator. If all features are nearly equal, it loses
+    two digits (docs/gpu.md).
     """
     output, *gradients = (norm for norm, _ in errors(case)["triton"])
     assert output < MOST[BF16][0]
@@ -79,7 +79,7 @@ def twice(x, out, N: tl.constexpr):
 
 
 def test_what_is_rounded_to_tf32_stays_as_it_is():
-    """Tiles are rounded when they are loaded, and where they are multiplied."""
+    """Tiles are rounded when they are loaded and again when they are multiplied, which must not change them."""
     draw = torch.Generator().manual_seed(1)
     x = torch.cat((torch.randn(251, generator=draw), torch.tensor([1 + 2**-11, torch.inf, -torch.inf, torch.nan, 0.0])))
     x[:100] = x[:100].half().float()  # as many digits as TF32 has
@@ -116,7 +116,7 @@ def test_products_have_the_digits_of_their_operands():
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "tf32x3"])
 def test_products_of_what_is_not_finite(precision):
-    """As in float32: TF32's low parts of infinity are NaN, and are left out."""
+    """Non-finite products equal float32. The low TF32 parts of infinity are NaN, and are omitted."""
     a, b = torch.rand(2, 16, 16)
     a[0, 0], a[1, 1], b[2, 2] = torch.inf, torch.nan, 1e38
     found, exact = product_of(a, b, precision), a.double() @ b.double()
@@ -126,7 +126,7 @@ def test_products_of_what_is_not_finite(precision):
 
 
 def test_sums_are_cut_off():
-    """A number that is beyond the last digit of a block's largest is lost, so often as there are blocks."""
+    """Each block drops numbers below the last digit of its largest number."""
     a, b = torch.full((1, 8), 1.5 * 2**-24).numpy(), torch.ones(8, 1).numpy()
     assert multiply(a, b, torch.ones(1, 1).numpy(), 4) == 1
     assert multiply(a, b, torch.zeros(1, 1).numpy(), 4) == 12 * 2**-24

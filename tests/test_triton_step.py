@@ -1,4 +1,4 @@
-"""isopos.ops.linear.triton_step in Triton's interpreter, or on a GPU: steps of a stream, against float64."""
+"""Test isopos.ops.linear.triton_step in the interpreter or on a GPU: steps of a stream against float64."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def _without_gradients():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches of the kernel so far, where the C kernel serves nothing."""
+    """Record launches of the kernel, with the C kernel disabled."""
     from isopos.ops.linear import triton_step
 
     found, launch = [], triton_step.Plan.__call__
@@ -54,7 +54,7 @@ def content(scheme, t, *batch, dtype=torch.float32, values=None):
 
 
 def at_end(scheme, given, *, dtype=None, **options):
-    """The sums that the last token finds, and what attention has of the last token and the state after it in float64."""
+    """The sums before the last token, and its output and the following state by attention in float64."""
     q, k, v = (x.double() for x in given)
     t, run = q.shape[-2], {"causal": True, "return_state": True}
     first, last = ([x[..., part, :] for x in (q, k, v)] for part in (slice(t - 1), slice(t - 1, t)))
@@ -74,7 +74,7 @@ def at_end(scheme, given, *, dtype=None, **options):
 
 
 def run(sums):
-    """The output and the sums."""
+    """Run one step; returns the output and the sums."""
     assert STEP.serves(sums) == ""
     total, after = STEP.run(sums)
     return [total, *after]
@@ -189,7 +189,7 @@ def test_prepared_steps_go_on(monkeypatch, launches, name, dtype):
 
 @pytest.mark.parametrize("moved", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_a_token_of_another_device_is_an_error_and_the_stream_goes_on(launches, moved):
-    """In the middle of a stream, where its steps are prepared: no kernel gets what it may not read."""
+    """In a stream with prepared steps. No kernel receives a tensor that it cannot read."""
     scheme, other = isopos.retnet(8, 2, denominator="plain"), "meta" if DEVICE == "cpu" else "cpu"
     given = content(scheme, 6, 2)
     layer, expected = Stream(scheme), Stream(scheme)

@@ -1,4 +1,4 @@
-"""What isopos says of the versions it runs on, and whose warnings stop its tests."""
+"""Test the stated versions, and which warnings are errors in tests."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A comparison of everything that comparisons have, written to its last character: on a console and as a report."""
+"""Test the exact text of a comparison with all features, on the console and as a report."""
 
 import io
 import json
@@ -30,7 +30,7 @@ RUNS = {  # accuracies by seed, what differs from linear attention, and paramete
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Runs that began in the order of `RUNS`; the last seed of rope is no other scheme's."""
+    """A folder with runs, started in the order of `RUNS`. Only rope has the last seed."""
     folder = tmp_path / "a & b"
     time = 10**9
     for n, (scheme, (accuracies, choices, parameters)) in enumerate(RUNS.items()):

@@ -1,4 +1,4 @@
-"""A table of everything that tables have, written to its last character: kinds of corpora, columns, rows and cells."""
+"""Test the exact text of a table with all features: kinds of corpora, columns, rows and cells."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ EXPECTED = Path(__file__).parent / "expected"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three seeds of each cell, four of Rope's; one of Ours is missing, one of Base diverged, one of Rope's has no test."""
+    """Cells have three seeds, Rope's four. One run of Ours is missing, one of Base diverged, one of Rope has no test."""
     (tmp_path / "toy.toml").write_text(TABLE)
     table = load_table(str(tmp_path / "toy.toml"))
     corpora = {"books": "/texts/b.txt", "CoLA": "/glue/CoLA", "shapes": "hf:shapes"}
@@ -214,7 +214,7 @@ def test_a_table_to_its_last_character(folder):
 
 @pytest.fixture
 def load(tmp_path):
-    """Loads the table with some text in place of other."""
+    """Load the table with a part of its text replaced."""
 
     def loaded(old="", new=""):
         assert old in TABLE

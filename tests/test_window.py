@@ -1,4 +1,4 @@
-"""Sliding windows of both kinds of attention: a query sees its own key and the nearest ones, at a cost of their own."""
+"""Test sliding windows of both kinds of attention: a query sees the nearest keys, and the cost depends on the window."""
 
 from itertools import pairwise
 
@@ -110,7 +110,7 @@ def test_any_dtype(kind, dtype):
 
 
 def test_what_left_the_window_leaves_no_digits():
-    """A difference of two sums from the start would keep the roundings of numbers that are long gone."""
+    """A difference of two cumulative sums would keep rounding errors of earlier large numbers."""
     q, k, v = inputs(1, t=200, dtype=torch.float32)
     v[..., :50, :] *= 1e12
     options = {"feature_map": elu1, "causal": True, "window": 20, "denominator": None}
@@ -152,7 +152,7 @@ def test_what_is_broken_outside_a_window_is_not_seen(kind, causal, dtype):
 @causality
 @each("broken", range(6, 12))
 def test_what_decayed_to_nothing_within_a_window_is_not_seen(causal, broken):
-    """Wherever the borders of blocks are, its weight is zero, and zero times NaN is NaN."""
+    """Its weight is zero, and NaN must not propagate through zero times NaN, for any position relative to blocks."""
     q, k, v = inputs(t=T, dtype=torch.float32)
     options = {"decay": -200.0 * torch.arange(T, dtype=torch.float64), "causal": causal, "window": 5, "feature_map": elu1}
     expected = linear_attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Several processes that run command lines of isopos one after another, as torchrun starts them: imported once for all.
+"""Several processes, as torchrun starts them, that run command lines of isopos one after another with one import.
 
 ``python tests/trainers.py RANK FILE`` is one of them, and FILE a JSON list of command lines with a port each.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def run_all(folder: Path, size: int, commands: Sequence[Sequence[str]]) -> list[str]:
-    """What the first of `size` processes prints for each command in a folder; all commands must end well."""
+    """Run commands in a folder with `size` processes; returns the first one's output per command. All must succeed."""
     file = folder / "commands.json"
     file.write_text(json.dumps([{"command": list(command), "port": free_port()} for command in commands]))
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
@@ -52,7 +52,7 @@ def run_all(folder: Path, size: int, commands: Sequence[Sequence[str]]) -> list[
 
 
 def main(rank: str, file: str) -> int:
-    """One process: its status is that of the first command that fails."""
+    """Run one process; its exit status is the status of the first failing command."""
     from isopos import cli
 
     outs = []

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled ahead of time for NVIDIA GPUs, on a machine without one."""
+"""Ahead-of-time compilation of the Triton kernels for NVIDIA GPUs, on a machine without a GPU."""
 
 import os
 import re
@@ -19,7 +19,7 @@ CONSTANT = {None: None, "1": 1}  # arguments that Triton takes for constants
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes."""
+    """GPU resources of a compiled kernel."""
 
     shared: int  # bytes of a block
     registers: int  # of a thread
@@ -28,7 +28,7 @@ class Resources(NamedTuple):
 
 @contextmanager
 def compilers(count: int = 2) -> Iterator[ProcessPoolExecutor]:
-    """Processes for `compiled`, in which kernels are not interpreted whatever this one does."""
+    """Processes for `compiled`, in which Triton's interpreter is always off."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
@@ -45,8 +45,8 @@ def compiled(
     Args:
         kernel: Where it is, "package.module:name".
         signature: Types by argument: "*bf16", "i32" and so on; with the suffix ":16" the address or number is a multiple of
-            16. A tuple holds types, as those of a named one's fields; None is for what is None, and "1" for the number,
-            both of which are constants.
+            16. A tuple contains types of its items or fields. None stands for None, and "1" for the number 1; both are
+            constants.
         constexprs: Arguments that are constants.
         arch: Compute capability, 90 for sm_90.
         options: num_warps and num_stages.
@@ -58,7 +58,7 @@ def compiled(
 
 
 def assembly(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any) -> str:
-    """The PTX of a kernel, from what `compiled` takes."""
+    """The PTX of a kernel, with the arguments of `compiled`."""
     return _compiled(kernel, signature, constexprs, arch, **options).asm["ptx"]
 
 
@@ -85,7 +85,7 @@ def _compiled(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str
 
 
 def variants(kernel: str, argument: str, numbers: Sequence[int]) -> int:
-    """How many variants of a kernel, "package.module:name", such numbers for an argument have compiled."""
+    """Number of variants of a kernel, "package.module:name", that Triton compiles for these values of an argument."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -98,7 +98,7 @@ def variants(kernel: str, argument: str, numbers: Sequence[int]) -> int:
 
 
 def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str | None]]:
-    """Where each type is, of a tuple of them, named or not, or of one."""
+    """Yield the path and the type of each leaf of nested tuples."""
     if not isinstance(given, tuple):
         yield path, given
         return
@@ -107,7 +107,7 @@ def _paths(given: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...],
 
 
 def _bare(given: Any) -> Any:
-    """Types without what is known of numbers."""
+    """Types without their divisibility suffix."""
     if isinstance(given, tuple):
         return getattr(given, "_make", tuple)(_bare(part) for part in given)
     return "constexpr" if given in CONSTANT else given.removesuffix(":16")

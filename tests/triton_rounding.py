@@ -1,16 +1,16 @@
-"""Triton's kernels of linear attention with the arithmetic of tensor cores, emulated by its interpreter on a CPU.
+"""Emulation of tensor cores in Triton's interpreter on a CPU, for the kernels of linear attention.
 
     TRITON_INTERPRET=1 ISOPOS_TRITON=1 python tests/triton_rounding.py      # the table of docs/gpu.md
 
-The interpreter multiplies float32 exactly whatever a kernel asks for, and bfloat16 not at all. In `tensor_cores` the host
-chooses as for a GPU, and dots are what Triton 3.7.1 compiles for sm_80 and sm_90:
+The interpreter multiplies float32 exactly for any requested precision, and cannot multiply bfloat16. In `tensor_cores` the
+host chooses as for a GPU, and dots have the arithmetic that Triton 3.7.1 compiles for sm_80 and sm_90:
 
 - bfloat16: operands are rounded to nearest even by the kernel, outputs by the store.
 - "tf32": operands go to the cores as float32, which drop their last 13 bits.
 - "tf32x3": a = a' + a", a' rounded to nearest (cvt.rna.tf32) and a" cut off by the cores; a" b' + a' b", without its NaN,
   is where a' b' starts from; a" b" is left out.
 
-Cores add exact products in blocks and cut off: blocks are those of an A100 (Fasi et al., Numerical behavior of NVIDIA
+Cores add exact products in blocks and truncate: blocks are as in an A100 (Fasi et al., Numerical behavior of NVIDIA
 tensor cores, PeerJ CS 2021), the shortest, and digits no more than float32 has, the fewest. Not emulated: exponentials and
 quotients of a GPU, which err in the last digit or two of float32.
 """
@@ -39,7 +39,7 @@ BLOCK = {"bf16": 8, "tf32": 4}  # products that are added at once
 
 
 def cut(x, like):
-    """x without what is below the last digit that `like` would have in float32."""
+    """x truncated at the last float32 digit of `like`."""
     unit = np.ldexp(1.0, np.frexp(like)[1] - 24)
     return np.trunc(x / unit) * unit
 
@@ -76,7 +76,7 @@ def tf32x3(a, b, c):
 
 
 def widened(x):
-    """float32 from bfloat16, which the interpreter holds as bits."""
+    """Convert bfloat16, which the interpreter stores as bits, to float32."""
     return torch.from_numpy(np.array(x)).view(torch.bfloat16).float().numpy()
 
 
@@ -91,7 +91,7 @@ def cast(self, x, dtype):
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Kernels are interpreted as tensor cores would run them."""
+    """Context in which the interpreter emulates tensor cores."""
     if why := gpu.unreadable("attention", torch.empty(0)):
         raise RuntimeError(f"expected TRITON_INTERPRET=1 and ISOPOS_TRITON=1 in the environment: {why}")
     exact, operation, chosen = InterpreterBuilder.create_dot, InterpreterBuilder.binary_op, triton._precision
@@ -135,9 +135,9 @@ class Case(NamedTuple):
 
 
 def errors(case: Case) -> dict[str, list[tuple[float, float]]]:
-    """How far Triton's kernels, and PyTorch's operations, are from float64: of the norm, and the largest of the largest.
+    """Errors of the Triton kernels and of PyTorch's operations, compared with float64 on the same inputs of the dtype.
 
-    Both read the same numbers of the dtype. Of the output, of gradients of q, k and v, and of log decays if there are any.
+    One pair (see `error`) for the output, for each gradient of q, k and v, and for log decays if there are any.
     """
     draw, shape = torch.Generator().manual_seed(1), (1, 1, case.length, case.width)
     q, k, v, grad = (torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(4))
@@ -152,7 +152,7 @@ def errors(case: Case) -> dict[str, list[tuple[float, float]]]:
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Of the norm, and the largest of the largest."""
+    """Error relative to the norm, and largest error relative to the largest magnitude."""
     away = found.double() - exact
     return (away.norm() / exact.norm()).item(), (away.abs().max() / exact.abs().max()).item()
 

@@ -1,4 +1,4 @@
-"""A working folder with runs, command lines that run in a copy of it, and what is right of their ends."""
+"""A working folder with runs, command lines in a copy of it, and checks of their results."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ def exits():
 
 
 def is_unclear(text: str) -> bool:
-    """Whether a message is Python's or PyTorch's own; one of a module of the user's that fails has the name of its error."""
+    """Whether a message comes from Python or PyTorch. Errors of a user's module may name their class."""
     return bool(UNCLEAR.search(re.sub(r"cannot import [^:]+: \w+: ", "", text)))
 
 
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
 
 def command(words: Sequence[str]) -> Ended:
-    """Run a command line in this process and its folder; what it raises but SystemExit goes on."""
+    """Run a command line in this process and folder. Exceptions other than SystemExit propagate."""
     written = io.BytesIO(), io.BytesIO()
     streams = [io.TextIOWrapper(part, "utf-8", write_through=True) for part in written]
     status: object = "none"
@@ -67,7 +67,7 @@ def command(words: Sequence[str]) -> Ended:
 
 
 def make(folder: Path) -> None:
-    """Fill a folder: a finished run, one that stopped, a comparison, and files that are no data."""
+    """Fill a folder with a finished run, an unfinished run, a comparison, and invalid data files."""
     random = Random(0)
     (folder / "text.txt").write_text("\n".join(" ".join(random.choices(DONE.split(), k=9)) for _ in range(300)))
     with contextlib.chdir(folder):
@@ -91,7 +91,7 @@ def make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def copied(made: Path) -> Iterator[Path]:
-    """A copy of a folder, in which this process is."""
+    """Context: a temporary copy of a folder as the working folder."""
     with tempfile.TemporaryDirectory(prefix="isopos-case-") as folder:
         here = Path(folder) / "here"
         shutil.copytree(made, here, symlinks=True)
@@ -100,7 +100,7 @@ def copied(made: Path) -> Iterator[Path]:
 
 
 def run_command(words: Sequence[str], made: Path) -> str:
-    """What comes of a command line in a copy of a folder: "answer" or "error"; raises where it is neither."""
+    """Outcome of a command line in a copy of a folder: "answer" or "error". Raises `Wrong` for any other end."""
     with copied(made) as here:
         before = set(here.glob("runs/*"))
         ended = command(words)
@@ -126,10 +126,10 @@ def run_command(words: Sequence[str], made: Path) -> str:
 
 
 def run_damaged(case: Damage, made: Path, whole: Ended) -> str:
-    """What comes of a command that reads a damaged file, given how it ends in the whole folder: "answer" or "error".
+    """Outcome of a command that reads a damaged file: "answer" or "error". Raises `Wrong` for any other end.
 
-    Right is an answer, the one of the whole folder where bytes of weights are damaged, or exit status 2 with one message
-    that names the file or its folder. `isopos runs` always lists the other runs.
+    `whole` is the result in the undamaged folder. An error has exit status 2 and one message that names the file or its
+    folder. With damaged weights an answer must equal `whole`. `isopos runs` always lists the other runs.
     """
     with copied(made) as here:
         file = here / "runs" / case.file
@@ -191,7 +191,7 @@ def damage(file: Path, kind: str, at: float) -> None:
 
 
 def _damage_json(file: Path, kind: str, at: float) -> None:
-    """Another value in the place of all, or of one field; files of lines in one of them."""
+    """Replace all of a JSON file, or one field, by another value; in JSON lines, in one line."""
     value = VALUES.get(kind.partition("-")[2])
     try:
         text = file.read_text(encoding="utf-8")
