@@ -38,7 +38,7 @@ def test_the_lowest_versions_accepted_are_measured_ones():
     (lowest,) = (row for row in rows if row[2] == "lowest")
     assert lowest[0].startswith(f"{python}.")
     assert lowest[1].removesuffix(".0") == torch
-    assert all(int(passed) > 9000 and failed == "0" for *_, passed, failed, _ in rows)
+    assert all(int(passed) > 4000 and failed == "0" for *_, passed, failed, _ in rows)
     assert f"Python {python} or newer and PyTorch {torch} or newer" in page
 
 
