@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isopos import bases, encodings, feature_maps, generators, schemes
+from isopos import bases, encodings, feature_maps, generators, models, schemes
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
@@ -167,6 +167,22 @@ def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: S
         out, state = ATTENTION[scheme.attention](q, k, v, **at, **parts, causal=True, return_state=True)
         outputs.append(out)
     return torch.cat(outputs, -2), state
+
+
+def check_decoder(scheme: schemes.Scheme, t: int) -> None:
+    """Assert that a decoder learns the scheme, and that states and `steps` give the logits of t tokens after 5."""
+    model, tokens = perturb(models.Decoder(11, HEAD_DIM * HEADS, 2, scheme)), torch.randint(11, (2, t))
+    whole = model(tokens)
+    whole.square().sum().backward()
+    assert all(p.grad.any() for p in scheme.parameters())
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :5])
+        steps = model.steps(state)
+        for n in range(5, t):
+            logits, state = model.step(tokens[:, n], state)
+            close(logits, whole[:, n])
+            close(steps(tokens[:, n]), whole[:, n])
+    assert steps.length == t
 
 
 def _learned_decay() -> Decay:
@@ -640,7 +656,7 @@ def same_everywhere(actual, expected, leaves, roundings=TOLERANCE):
 
 
 def linear_options(name, b, h, t, d):
-    """Options of linear attention by name: of `LINEAR`, `BOTH_WAYS` or `ALL_KEYS`, or a scheme."""
+    """Options of linear attention by name: of `LINEAR`, `BIDIRECTIONAL` or `ALL_KEYS`, or a scheme."""
     if name.startswith("all keys, "):
         return linear_options(name.removeprefix("all keys, "), b, h, t, d) | {"causal": False}
     g = -torch.rand(h, t, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).cumsum(-1) / 10
@@ -657,10 +673,10 @@ def linear_options(name, b, h, t, d):
         "drawn decay, plain": rope | {"decay": g},
         "steady decay, plain": rope | {"decay": steady},
         "decays of queries and keys": rope | {"decay": (g - 0.01, g)},
-        "both ways with a decay": rope | {"decay": g, "causal": False},
-        "both ways, masked": rope | {"decay": (between, g), "causal": False, "mask": mask},
-        "both ways, encoded": rope | {"decay": steady, "causal": False, "denominator": "encoded"},
-        "both ways, packed": {"segment_ids": ids, "decay": steady, "causal": False, "denominator": None},
+        "bidirectional with a decay": rope | {"decay": g, "causal": False},
+        "bidirectional, masked": rope | {"decay": (between, g), "causal": False, "mask": mask},
+        "bidirectional, encoded": rope | {"decay": steady, "causal": False, "denominator": "encoded"},
+        "bidirectional, packed": {"segment_ids": ids, "decay": steady, "causal": False, "denominator": None},
         "packed": rope | {"segment_ids": ids},
         "masked": rope | {"mask": mask},
         "masked decay, encoded": rope | {"mask": mask, "decay": steady, "denominator": "encoded"},
@@ -673,11 +689,11 @@ def linear_options(name, b, h, t, d):
 
 LINEAR = """
 no denominator; encoded; drawn decay; drawn decay, plain; steady decay, plain; decays of queries and keys
-both ways with a decay; packed; masked; masked decay, encoded; favor; identity; relu; relu2; exp
+bidirectional with a decay; packed; masked; masked decay, encoded; favor; identity; relu; relu2; exp
 permuteformer; lrpe-unitary; lrpe-orthogonal; lrpe-permutation; retnet; cosformer
 """
 LINEAR = [name for line in LINEAR.strip().splitlines() for name in line.split("; ")]
-BOTH_WAYS = ["both ways, masked", "both ways, encoded", "both ways, packed"]
+BIDIRECTIONAL = ["bidirectional, masked", "bidirectional, encoded", "bidirectional, packed"]
 ALL_KEYS = "no denominator; encoded; masked; identity; relu; relu2; exp; rope; lrpe-unitary; lrpe-orthogonal; cosformer"
 ALL_KEYS = [f"all keys, {name}" for name in (*ALL_KEYS.split("; "), "lrpe-permutation", "none")]
 

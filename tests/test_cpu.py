@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ALL_KEYS, BOTH_WAYS, LINEAR, each, inputs_of, named, ordered, with_edges, with_gradients
+from cases import ALL_KEYS, BIDIRECTIONAL, LINEAR, each, inputs_of, named, ordered, with_edges, with_gradients
 from cases import linear_options as options
 from structures import over_structures
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +40,18 @@ SHAPES = [
     (2, 1, 70, 6, 1),
 ]
 SOME = ["no denominator", "masked decay, encoded", "drawn decay, plain"]
-WITH_TABLES = ["", "plain", "reflected", "masked", "masked, encoded", "packed", "decay", "both ways", "all keys", "identity"]
+WITH_TABLES = [
+    "",
+    "plain",
+    "reflected",
+    "masked",
+    "masked, encoded",
+    "packed",
+    "decay",
+    "bidirectional",
+    "all keys",
+    "identity",
+]
 
 
 def crossed(rows, columns):
@@ -50,7 +61,7 @@ def crossed(rows, columns):
 
 
 @NEEDED
-@pytest.mark.parametrize(("name", "shape"), crossed(LINEAR + BOTH_WAYS + ALL_KEYS, SHAPES), ids=str)
+@pytest.mark.parametrize(("name", "shape"), crossed(LINEAR + BIDIRECTIONAL + ALL_KEYS, SHAPES), ids=str)
 def test_agrees_with_the_operations_it_replaces(monkeypatch, shape, name):
     b, h, t, d, e = shape
     if d == library.WIDEST and name.removeprefix("all keys, ") in ("lrpe-unitary", "cosformer"):
@@ -91,7 +102,7 @@ def test_every_scheme_agrees(monkeypatch, case, kind):
 @pytest.mark.parametrize(
     ("name", "form"),
     crossed(
-        [*SOME, *LINEAR[-6:], *BOTH_WAYS, *ALL_KEYS], [(d, x) for d in (32, 20) for x in (torch.bfloat16, torch.float16)]
+        [*SOME, *LINEAR[-6:], *BIDIRECTIONAL, *ALL_KEYS], [(d, x) for d in (32, 20) for x in (torch.bfloat16, torch.float16)]
     ),
     ids=str,
 )
@@ -129,7 +140,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
     given["denominator"] = "plain" if more in ("plain", "all keys") else "encoded" if "encoded" in more else None
     given |= {"mask": torch.arange(2 * t).view(2, t) % 3 > 0} if "masked" in more else {}
     given |= {"segment_ids": (torch.arange(t) // 50).expand(2, t)} if more == "packed" else {}
-    if more in ("decay", "both ways"):
+    if more in ("decay", "bidirectional"):
         given["decay"] = torch.arange(t) * torch.linspace(-0.01, -0.1, 3, dtype=torch.float64)[:, None]
 
     def gradients(dtype):
@@ -149,7 +160,7 @@ def test_gradients_of_learned_tables_are_compiled(monkeypatch, axes, lifted, mor
 
 
 @NEEDED
-@each("name", [*SOME, "retnet", "favor", *BOTH_WAYS, *ALL_KEYS])
+@each("name", [*SOME, "retnet", "favor", *BIDIRECTIONAL, *ALL_KEYS])
 def test_threads_share_the_tokens_of_few_heads(name):
     """For any division among threads, results equal the results of one thread and of float64."""
     b, h, t, d, e, found = 1, 2, 1100, 32, 48, []

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ATTENTION, HEAD_DIM, HEADS, close, each, gradients, inputs, perturb, same_everywhere, stream
+from cases import ATTENTION, HEAD_DIM, HEADS, check_decoder, close, each, gradients, inputs, perturb, same_everywhere, stream
 from torch import nn
 
 import isopos
-from isopos import encodings, laws, models, schemes
+from isopos import encodings, laws, schemes
 from isopos.attention import flex, naive_linear_attention
 from isopos.attention.checks import check_product
 from isopos.attention.problem import check_softmax
@@ -206,18 +206,7 @@ def test_streams_of_tokens_and_chunks_are_the_whole(kind, options):
 
 @both
 def test_a_decoder_reads_and_writes_streams(kind):
-    scheme = made(kind)
-    model, tokens = perturb(models.Decoder(11, HEAD_DIM * HEADS, 2, scheme)), torch.randint(11, (2, 9))
-    whole = model(tokens)
-    whole.square().sum().backward()
-    assert all(p.grad.any() for p in scheme.parameters())
-    with torch.no_grad():
-        _, state = model.prefill(tokens[:, :5])
-        steps = model.steps(state)
-        for n in range(5, 9):
-            logits, state = model.step(tokens[:, n], state)
-            close(logits, whole[:, n])
-            close(steps(tokens[:, n]), whole[:, n])
+    check_decoder(made(kind), 9)
 
 
 @both

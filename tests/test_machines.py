@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import torch
-from cases import ALL_KEYS, BOTH_WAYS, EDGES, LINEAR, as_the_table, linear_options, with_edges, with_gradients
+from cases import ALL_KEYS, BIDIRECTIONAL, EDGES, LINEAR, as_the_table, linear_options, with_edges, with_gradients
 from emulated import Emulated, absent
 from test_cpu import (  # noqa: F401 - they run here with the library of this file's fixture
     test_16_bit_gradients_are_rounded_to_nearest_ties_to_even,
@@ -57,7 +57,7 @@ def kernel(built, monkeypatch):
 
 
 def test_every_problem_forward_and_backward(kernel, monkeypatch):
-    for n, name in enumerate(LINEAR + BOTH_WAYS + ALL_KEYS):
+    for n, name in enumerate(LINEAR + BIDIRECTIONAL + ALL_KEYS):
         b, h, t, d, e = SHAPES[n % len(SHAPES)]
         given, draw = linear_options(name, b, h, t, d), torch.Generator().manual_seed(1)
         inputs = with_edges(*(torch.randn(b, h, t, width, generator=draw) for width in (d, d, e)))

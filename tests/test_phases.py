@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ATTENTION, HEAD_DIM, HEADS, close, gradients, inputs, perturb, stream
+from cases import ATTENTION, HEAD_DIM, HEADS, check_decoder, close, gradients, inputs, perturb, stream
 
 import isopos
 from isopos import encodings, laws, models, schemes
@@ -197,19 +197,7 @@ def test_steps_of_query_heads_that_share_a_key(name, kind):
 @both
 @every
 def test_a_decoder_reads_and_writes_streams(name, kind):
-    scheme = made(name, kind)
-    model, tokens = perturb(models.Decoder(11, HEAD_DIM * HEADS, 2, scheme)), torch.randint(11, (2, T))
-    whole = model(tokens)
-    whole.square().sum().backward()
-    assert all(p.grad.any() for p in scheme.parameters())
-    with torch.no_grad():
-        _, state = model.prefill(tokens[:, :5])
-        steps = model.steps(state)
-        for n in range(5, T):
-            logits, state = model.step(tokens[:, n], state)
-            close(logits, whole[:, n])
-            close(steps(tokens[:, n]), whole[:, n])
-    assert steps.length == T
+    check_decoder(made(name, kind), T)
 
 
 def test_steps_go_the_long_way_in_float32():

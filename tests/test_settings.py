@@ -128,7 +128,7 @@ class Setting:
         return self.attend(q[..., -4:, :], k, v, self.x[..., -4:, :], self.mask, x_key=self.x)
 
 
-BOTH_WAYS = {"padded_right", "padded_left", "packed", "shared", "views"}
+BIDIRECTIONAL = {"padded_right", "padded_left", "packed", "shared", "views"}
 STREAMS = {"chunks", "steps", "packed_stream", "shared_stream"}
 CAUSAL = {*STREAMS, "last_queries"}
 
@@ -154,7 +154,7 @@ def one_answer(case, kind, causal):
     setting = Setting(case, kind, causal)
     expected = setting.expected()
     slow = gradients(expected, setting.leaves)
-    for name in sorted(BOTH_WAYS | CAUSAL if causal else BOTH_WAYS):
+    for name in sorted(BIDIRECTIONAL | CAUSAL if causal else BIDIRECTIONAL):
         refused = refusal(case, kind, name)
         if refused:
             with named(name), pytest.raises(ValueError, match=refused):

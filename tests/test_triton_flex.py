@@ -25,7 +25,7 @@ CASES = {  # scheme, its options, arguments of attention
     "t5": ("t5", {}, {}),
     "t5, causal": ("t5", {}, {"causal": True}),
     "alibi, causal": ("alibi", {}, {"causal": True}),
-    "alibi, both ways, masked": ("alibi", {}, {"mask": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 0, 1], [0] * 9]) > 0}),
+    "alibi, bidirectional, masked": ("alibi", {}, {"mask": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 0, 1], [0] * 9]) > 0}),
     "kerple log": ("kerple", {}, {"causal": True}),
     "kerple power, in windows": ("kerple", {"kernel": "power"}, {"window": 4}),
     "deberta": ("deberta", {}, {}),
@@ -84,7 +84,7 @@ def test_outputs_and_gradients(runs, case):
 
 
 def test_heads_share_keys(runs):
-    for case in ("t5, causal", "alibi, both ways, masked", "kerple log", "deberta"):
+    for case in ("t5, causal", "alibi, bidirectional, masked", "kerple log", "deberta"):
         agree(*both(*CASES[case], groups=3))
     assert len(runs) == 4
 

@@ -85,7 +85,7 @@ def test_agrees_with_the_definition(several_segments, name):
     assert several_segments
 
 
-TOGETHER = ("identity", "masked", "drawn decay, plain", "both ways with a decay", "lrpe-unitary", "permuteformer")
+TOGETHER = ("identity", "masked", "drawn decay, plain", "bidirectional with a decay", "lrpe-unitary", "permuteformer")
 
 
 @pytest.mark.parametrize("name", [*TOGETHER, "lrpe-orthogonal", "all keys, rope"])
@@ -115,7 +115,7 @@ def test_wide_features_are_the_sum_of_several_launches(several_segments, dtype):
     assert several_segments
 
 
-SEVERAL = [("permuteformer", 2, 2), ("both ways with a decay", 2, 2), ("cosformer", 2, 2), ("all keys, cosformer", 2, 2)]
+SEVERAL = [("permuteformer", 2, 2), ("bidirectional with a decay", 2, 2), ("cosformer", 2, 2), ("all keys, cosformer", 2, 2)]
 SEVERAL += [(name, *cut) for name in ("drawn decay, plain", "all keys, rope") for cut in ((2, 1), (1, 2), (2, 2))]
 
 
@@ -194,7 +194,12 @@ def test_sums_are_written_in_the_dtype_of_inputs():
     assert ops.linear(ops.Sums(q, k, v.float(), given, denominator="divide")).dtype == torch.float32
 
 
-LEARNED = [*(("plain", axes) for axes in ((), (2,), (2, 1))), ("lifted", (2,)), ("both ways", ()), ("both ways", (2, 1))]
+LEARNED = [
+    *(("plain", axes) for axes in ((), (2,), (2, 1))),
+    ("lifted", (2,)),
+    ("bidirectional", ()),
+    ("bidirectional", (2, 1)),
+]
 LEARNED += [("reflected", (2, 1)), ("reflected", ()), ("all keys", (2,))]
 
 
@@ -205,9 +210,9 @@ def test_gradients_of_what_is_learned(more, axes):
     angles, normal = drawn((*axes, t, d if lifted else d // 2), (2, 1, d))
     *inputs, grad = drawn(*[(2, 2, t, d)] * 4)
     reflected = more in ("reflected", "all keys")
-    given = {"feature_map": elu1, "causal": more not in ("both ways", "all keys")}
+    given = {"feature_map": elu1, "causal": more not in ("bidirectional", "all keys")}
     given["denominator"] = "plain" if more in ("plain", "all keys") else None
-    if more == "both ways":
+    if more == "bidirectional":
         given["decay"] = torch.arange(t) * torch.tensor([[-0.01], [-0.1]], dtype=torch.float64)
 
     def gradients(dtype, attend):

@@ -159,7 +159,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [Case(name, BF16) for name in ("rope", "encoded", "no denominator", "all keys, rope")]
-CASES += [Case("retnet", BF16, 150), Case("lrpe-orthogonal", BF16, 150), Case("both ways with a decay", BF16, 100)]
+CASES += [Case("retnet", BF16, 150), Case("lrpe-orthogonal", BF16, 150), Case("bidirectional with a decay", BF16, 100)]
 CASES += [Case("rope", BF16, 150, width=128), Case("retnet", FP32, 70)]
 CASES += [Case(name, dtype, 70) for dtype in (FP16, FP32) for name in ("rope", "all keys, rope")]
 LONG = Case("rope", BF16, 4096, whole=True)

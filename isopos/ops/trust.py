@@ -70,11 +70,11 @@ def ptxas(path: str = "") -> str:
             from triton import knobs  # pyright: ignore[reportMissingImports]
 
             path = os.environ.get(PATH) or knobs.nvidia.ptxas.path
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     except Exception:  # Triton without NVIDIA's tools, or a file that is no program
         return ""
-    found = re.search(r"release (\d+\.\d+)", said)
-    return found[1] if found else ""
+    match = re.search(r"release (\d+\.\d+)", output)
+    return match[1] if match else ""
 
 
 def newest_ptxas() -> str:
@@ -135,8 +135,8 @@ def fingerprint() -> str:
 
 def results_file() -> Path:
     """The file of results on this machine: ISOPOS_GPU_CHECK in the environment, or ~/.config/isopos/gpu-passed.json."""
-    given = os.environ.get(RESULTS)
-    return Path(given) if given else Path.home() / ".config" / "isopos" / "gpu-passed.json"
+    file = os.environ.get(RESULTS)
+    return Path(file) if file else Path.home() / ".config" / "isopos" / "gpu-passed.json"
 
 
 @cache
