@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,11 +80,10 @@ def ptxas(path: str = "") -> str:
 
 def newest_ptxas() -> str:
     """File of the newest assembler of Triton and of CUDA toolkits on this machine, or "" if it is older than 13.1."""
-    try:
-        import triton  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    triton = find_spec("triton")
+    if triton is None or not triton.origin:
         return ""
-    home = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    home = Path(triton.origin).parent / "backends" / "nvidia" / "bin"
     toolkits = [*Path("/usr/local").glob("cuda*/bin/ptxas"), shutil.which("ptxas") or ""]
     files = [str(file) for file in (*sorted(home.glob("ptxas*")), *toolkits) if str(file)]
     newest = max(files, key=lambda file: numbers(ptxas(file)), default="")
