@@ -101,12 +101,12 @@ def guesses(known, classes, unknown):
     ("side", "dashes", "distractors", "pairs", "most"),
     [
         (24, 12, 0, 100, 0.6),
-        pytest.param(24, 12, 0, 1000, 0.55, marks=pytest.mark.slow),
-        pytest.param(32, 14, 5, 500, 0.57, marks=pytest.mark.slow),
+        pytest.param(24, 12, 0, 400, 0.58, marks=pytest.mark.slow),
+        pytest.param(32, 14, 5, 250, 0.59, marks=pytest.mark.slow),
     ],
 )
 def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, pairs, most):
-    """An early generator allowed 90% by the distance of the dots. Few pairs suffice to detect 90%, but not 55%."""
+    """An early generator allowed 90% by the distance of the dots. Few pairs suffice to detect that, more to detect 60%."""
     random = np.random.default_rng(7)
     rows = [[statistics(picture) for picture in draw(random, side, dashes, distractors)] for _ in range(pairs)]
     half = (

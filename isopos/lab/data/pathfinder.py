@@ -5,8 +5,8 @@ four ends, dots at the same two ends, equal numbers of dashes and lit pixels in 
 paths. They differ in a few dashes in the middle, which join the ends: the two dots in one picture, each dot and an end
 without a dot in the other. Among random candidates, the two pictures that are most alike after blurring are taken. So dots
 and first dashes do not determine the class, and counts of pixels hardly: the accuracy of simple classifiers is 53% on
-pictures of 24 x 24 with 12 dashes, and 50% on 32 x 32 with 14 dashes and 5 distractors (`tests/test_pathfinder.py`). With
-few dashes, such as 6 on 16 x 16, it is more than 60%.
+pictures of 24 x 24 with 12 dashes, and 50% on 32 x 32 with 14 dashes and 5 distractors, over 2,000 and 1,000 pictures
+(`tests/test_pathfinder.py` allows for the noise of fewer). With few dashes, such as 6 on 16 x 16, it is more than 60%.
 
 A gap within a path spans at most one dark pixel, and different paths are further apart, so every picture has one right
 answer. The numbers of dashes follow the generator of Linsley et al.; the Arena uses paths of 14 dashes with 5 distractors of
