@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,7 +293,8 @@ def test_the_version_of_an_assembler(monkeypatch, tmp_path):
     home = tmp_path / "triton" / "backends" / "nvidia" / "bin"
     home.mkdir(parents=True)
     (tmp_path / "triton" / "__init__.py").write_text("")
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__file__=str(tmp_path / "triton" / "__init__.py")))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: home.iterdir() if self == home else iter(()))
     monkeypatch.setenv("PATH", "")
     assert trust.newest_ptxas() == ""
