@@ -20,6 +20,7 @@ SMALL = {  # data that come with isopos, as little as each task has, and a schem
     "listops": ["--scheme=ape-tree", "--expressions=300", "--longest=40"],
     "images": ["--scheme=ape-grid", "--validation-rows=20"],
     "pathfinder": ["--scheme=permuteformer-2d", "--side=16", "--dashes=5", "--pictures=100"],
+    "scenes": ["--scheme=prope", "--side=3", "--scenes=60", "--held-out=10"],
     "series": ["--scheme=clock", "--context=16", "--horizon=4", "--validation-rows=4"],
     "transduction": ["--scheme=ape-sequence:attention=softmax", "--samples=60", "--held-out=10", "--length=6"],
     "tree-transduction": ["--scheme=ape-tree:attention=softmax", "--samples=60", "--held-out=10", "--depth=3"],
@@ -92,6 +93,13 @@ COMPARED = {  # options, schemes, text of the comparison, text and columns of th
         "rope,ape-grid",
         "32 + 4 + 4 pictures, half of them connected",
         "A classifier of pictures of 16 x 16 pixels",
+        [],
+    ),
+    "scenes": (
+        ["--side=3", "--scenes=60", "--held-out=10"],
+        "rope-axial,rope-axial:axes=3",
+        "60 + 10 + 10 rooms of 3 views",
+        "An encoder that predicts a view of 3 x 3 pixels from 2 other views of a room",
         [],
     ),
     "transduction": (

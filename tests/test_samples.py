@@ -20,6 +20,7 @@ TASKS = {  # settings, and schemes whose masks or positions differ
     "trees": ({}, ("rope", "ape-tree")),
     "images": ({"height": 8, "width": 8}, ("rope", "ape-grid")),
     "pathfinder": ({"side": 16, "dashes": 5, "pictures": 100}, ("rope",)),
+    "scenes": ({"side": 3, "scenes": 100, "held_out": 30}, ("prope", "rope-axial:axes=3", "rope")),
     "series": ({"context": 12, "horizon": 4}, ("rope", "clock")),
     "glue": ({"length": 24}, ("rope",)),
     "transduction": ({"samples": 60, "held_out": 10, "length": 6}, (SOFTMAX, "shaw", "none")),

@@ -82,6 +82,7 @@ TASKS = {
     "trees": "isopos.lab.tasks.trees:TreeClasses",
     "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
     "images": "isopos.lab.tasks.images:Images",
+    "scenes": "isopos.lab.tasks.scenes:Scenes",
     "series": "isopos.lab.tasks.series:Forecast",
     "transduction": "isopos.lab.tasks.transduction:Transduction",
     "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",

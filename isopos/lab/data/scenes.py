@@ -1,0 +1,95 @@
+"""Scenes: views of a room whose walls have tiles of random colours, from cameras with known poses and focal lengths.
+
+The room is a cube with edges of length 2 around the origin. Cameras stand near its centre and look about the same way, so
+that views overlap. A pixel has the colour of the tile at its centre. Each scene has a random frame of the world.
+"""
+
+import math
+
+import numpy as np
+
+from isopos.lab.data.arrays import Arrays, Writer, in_memory
+from isopos.lab.data.prepare import SPLITS
+
+__all__ = ["draw", "prepare"]
+
+APART = 0.3  # largest coordinate of a camera
+YAW, PITCH = math.pi / 6, math.pi / 8  # largest angles to the common direction of a scene, and to the floor
+FOCAL = (0.5, 1.0)  # focal lengths, in widths of an image: angles of view from 53 to 90 degrees
+AXES = np.array([(1, 2), (0, 2), (0, 1)])  # coordinates on the walls of each axis
+
+
+def prepare(seed: int, counts: tuple[int, int, int], views: int, side: int, tiles: int, colours: int) -> Arrays:
+    """For each split: `NAME-pixels`, `NAME-poses` and `NAME-focal`, as `draw` returns them."""
+
+    def fill(writer: Writer) -> dict[str, object]:
+        for n, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
+            drawn = draw(np.random.default_rng((seed, n)), count, views, side, tiles, colours)
+            for name, rows in zip(("pixels", "poses", "focal"), drawn, strict=True):
+                writer.add(f"{split}-{name}", rows)
+        return {}
+
+    return in_memory(fill)
+
+
+def draw(
+    random: np.random.Generator, count: int, views: int, side: int, tiles: int, colours: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random scenes.
+
+    Args:
+        random: Generator of random numbers.
+        count: Number n of scenes.
+        views: Images of a scene.
+        side: Height and width of an image in pixels.
+        tiles: Tiles along an edge of a wall.
+        colours: Number of colours.
+
+    Returns:
+        Colours of pixels ``[n views side side]`` uint8, camera-to-world matrices ``[n views 4 4]`` float64 (x right, y down,
+        z forward), and focal lengths in widths of an image ``[n views]`` float64.
+
+    Examples:
+        >>> pixels, poses, focal = draw(np.random.default_rng(0), 3, 2, 5, 2, 6)
+        >>> pixels.shape, poses.shape, focal.shape
+        ((3, 2, 5, 5), (3, 2, 4, 4), (3, 2))
+    """
+    walls = random.integers(colours, size=(count, 6, tiles, tiles), dtype=np.uint8)
+    yaw = random.uniform(-math.pi, math.pi, (count, 1)) + random.uniform(-YAW, YAW, (count, views))
+    pitch = random.uniform(-PITCH, PITCH, (count, views))
+    focal = random.uniform(*FOCAL, (count, views))
+    centre = random.uniform(-APART, APART, (count, views, 3))
+    rotation = _rotation(yaw, 1) @ _rotation(pitch, 0)
+    pixels = _seen(walls, rotation, centre, focal, side)
+    frame, upper = np.linalg.qr(random.normal(size=(count, 3, 3)))
+    frame *= np.sign(np.diagonal(upper, axis1=1, axis2=2))[:, None]  # uniform among rotations and reflections
+    frame *= np.linalg.det(frame)[:, None, None]
+    poses = np.zeros((count, views, 4, 4))
+    poses[..., :3, :3], poses[..., 3, 3] = frame[:, None] @ rotation, 1
+    poses[..., :3, 3] = np.einsum("nij,nvj->nvi", frame, centre)
+    return pixels, poses, focal
+
+
+def _rotation(angle: np.ndarray, axis: int) -> np.ndarray:
+    """Rotations ``[... 3 3]`` by angles ``[...]`` around an axis of coordinates."""
+    first, second = (axis + 1) % 3, (axis + 2) % 3
+    matrix = np.zeros((*angle.shape, 3, 3))
+    matrix[..., axis, axis] = 1
+    matrix[..., first, first] = matrix[..., second, second] = np.cos(angle)
+    matrix[..., second, first], matrix[..., first, second] = np.sin(angle), -np.sin(angle)
+    return matrix
+
+
+def _seen(walls: np.ndarray, rotation: np.ndarray, centre: np.ndarray, focal: np.ndarray, side: int) -> np.ndarray:
+    """Colours of pixels ``[n views side side]``: of the tile where the ray through a pixel's centre leaves the room."""
+    y, x = np.meshgrid(*[(np.arange(side) + 0.5) / side - 0.5] * 2, indexing="ij")
+    inverse = 1 / focal[..., None, None]
+    rays = np.stack(np.broadcast_arrays(x * inverse, y * inverse, 1.0), -1)
+    rays = np.einsum("nvij,nvyxj->nvyxi", rotation, rays)
+    far = (np.sign(rays) - centre[:, :, None, None]) / rays  # along the ray to the wall of each axis
+    axis = far.argmin(-1)
+    hit = centre[:, :, None, None] + rays * far.min(-1, keepdims=True)
+    forward = np.take_along_axis(rays, axis[..., None], -1)[..., 0] > 0
+    tile = np.take_along_axis(hit, AXES[axis], -1)
+    row, column = np.moveaxis(np.clip(((tile + 1) / 2 * walls.shape[-1]).astype(int), 0, walls.shape[-1] - 1), -1, 0)
+    return walls[np.arange(len(walls))[:, None, None, None], 2 * axis + forward, row, column]

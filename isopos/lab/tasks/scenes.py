@@ -1,0 +1,164 @@
+"""Views of a room from known cameras: which colours does one more camera see?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isopos.lab.tasks.positioned import PositionedTask
+from isopos.lab.tasks.samples import Samples
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from isopos.lab.data.arrays import Arrays
+    from isopos.positions import Group
+
+__all__ = ["SceneSamples", "Scenes"]
+
+
+@dataclass(frozen=True)
+class Scenes(PositionedTask):
+    """A model that sees some views of a room, pixel by pixel, and predicts the colours of one more view.
+
+    The scheme determines the positions of pixels: cameras with rows and columns; views, rows and columns on a grid; rows and
+    columns of a view alone; or one line through all views. The tokens are the same.
+    """
+
+    context: int = 2  # Number of known views of a room.
+    side: int = 5  # Height and width of a view in pixels, a token each.
+    tiles: int = 2  # Tiles along an edge of a wall.
+    colours: int = 6  # Number of colours.
+    intrinsics: bool = True  # Whether cameras have focal lengths; otherwise poses alone.
+    scenes: int = 20000  # Number of rooms for training.
+    held_out: int = 500  # Number of rooms for validation, and for the test.
+
+    name = "scenes"
+    schemes = "none,rope,rope-axial,rope-axial:axes=3,prope"
+    edits = MappingProxyType({"steps": 1000, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
+    unit = "rooms"
+    counted = "rooms"
+    limits = (
+        ("context", 1, 100),
+        (("side", "tiles"), 1, 256),
+        ("colours", 2, 255),
+        (("scenes", "held_out"), 1, 10**7),
+    )
+    where = "of cameras, of a line, or of a grid of 2 or 3 axes, which pixels of views have"
+    metrics = (
+        Metric(
+            "accuracy", "accuracy", "higher", ".1%", note="accuracy: share of the unseen view's pixels with their colour"
+        ),
+        Metric("nats", "nats", note="nats: cross-entropy of a pixel's colour"),
+    )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample: the pixels of all views."""
+        return (self.context + 1) * self.side**2
+
+    @property
+    def fits(self) -> dict[str, object]:
+        return {"length": self.tokens, "reach": self.tokens}
+
+    def setting(self, recipe: Recipe) -> str:
+        return (
+            f"An encoder that predicts a view of {self.side} x {self.side} pixels from {self.context} other views of a room."
+        )
+
+    def check_groups(self, recipe: Recipe) -> Any:
+        from isopos.lab.tasks.build import check_group
+        from isopos.positions import Line, Product
+
+        scheme = check_group(recipe, (Line, Product), self.where, field="side", length=self.tokens, remedy="fits")
+        group = scheme.group
+        if not (_of_cameras(group) or group.columns == 1 or (group.is_grid and group.columns <= 3)):
+            raise ValueError(f"schemes: expected positions {self.where}, got {recipe.scheme}, of a {group.noun}")
+        return scheme
+
+    def model(self, recipe: Recipe) -> Any:
+        """An encoder; the unknown colour is one more token after the colours."""
+        return self.build(recipe, "Encoder", self.colours + 1)
+
+    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "SceneSamples":
+        from isopos.lab.data import scenes
+
+        counts = (self.scenes, self.held_out, self.held_out)
+        return SceneSamples(self, scenes.prepare(0, counts, self.context + 1, self.side, self.tiles, self.colours))
+
+
+class SceneSamples(Samples):
+    """Rooms for training and evaluation: known views, and the view that is to be predicted, which comes last."""
+
+    unit = "rooms"
+
+    def __init__(self, task: Scenes, arrays: "Arrays"):
+        self.task, self.arrays, self.sha256, self.name = task, arrays, arrays.sha256, "rooms with tiles, drawn"
+        counts = {split: len(arrays[f"{split}-focal"]) for split in ("train", "validation", "test")}
+        self.sizes = {split: np.full(count, task.tokens) for split, count in counts.items()}
+        self.summary = f"{' + '.join(map(str, counts.values()))} rooms of {task.context + 1} views"
+
+    def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
+        """Tokens ``[b t]``, positions ``[t c]`` or, of cameras, ``[b t 18]``, and the colours of the last view ``[b n]``."""
+        import torch
+
+        from isopos.lab.tasks.build import group_of
+
+        pixels = torch.from_numpy(self.arrays[f"{split}-pixels"][rows].astype(np.int64)).flatten(2)
+        tokens, answers = pixels.clone(), pixels[:, -1]
+        tokens[:, -1] = self.task.colours
+        poses, focal = (torch.from_numpy(np.array(self.arrays[f"{split}-{name}"][rows])) for name in ("poses", "focal"))
+        return tokens.flatten(1), _positions(group_of(recipe), self.task, poses, focal), answers
+
+    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        logits, answers = self._logits(model, batch)
+        return F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+
+    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
+        from torch.nn import functional as F
+
+        nats, right, count = 0.0, 0, 0
+        for rows in self.rounds(view.split, limit):
+            with evaluation(model):
+                logits, answers = self._logits(model, self.on_device(model, recipe, view.split, rows))
+            nats += F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum").item()
+            right += int((logits.argmax(-1) == answers).sum())
+            count += answers.numel()
+        return Scored({"accuracy": right / count, "nats": nats / count, "rooms": count // self.task.side**2})
+
+    def chance(self, recipe: Recipe) -> tuple[float, int] | None:
+        answers = self.arrays["validation-pixels"][:, -1]
+        return int(np.bincount(answers.ravel()).max()) / answers.size, answers.size
+
+    def _logits(self, model: Any, batch: "Any") -> "tuple[Tensor, Tensor]":
+        """Logits of colours ``[b side^2 colours]`` of the last view, and the colours."""
+        tokens, positions, answers = batch
+        return model(tokens, positions)[:, -answers.shape[1] :, : self.task.colours], answers
+
+
+def _of_cameras(group: "Group") -> bool:
+    from isopos.poses import Projective
+    from isopos.positions import Product
+
+    return isinstance(group, Product) and isinstance(group.parts[0], Projective) and group.columns == 18
+
+
+def _positions(group: "Group", task: Scenes, poses: "Tensor", focal: "Tensor") -> "Tensor":
+    import torch
+
+    from isopos.poses import cameras
+    from isopos.positions import grid, sequence
+
+    side, views = task.side, task.context + 1
+    if _of_cameras(group):
+        K = torch.diag_embed(torch.stack((focal, focal, torch.ones_like(focal)), -1)) if task.intrinsics else None
+        return cameras(poses, K, patches=(side, side))
+    if group.columns == 3:
+        return grid(views, side, side)
+    return grid(side, side).repeat(views, 1) if group.columns == 2 else sequence(task.tokens)
