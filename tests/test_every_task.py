@@ -21,6 +21,7 @@ SMALL = {  # data that come with isopos, as little as each task has, and a schem
     "images": ["--scheme=ape-grid", "--validation-rows=20"],
     "pathfinder": ["--scheme=permuteformer-2d", "--side=16", "--dashes=5", "--pictures=100"],
     "scenes": ["--scheme=prope", "--side=3", "--scenes=60", "--held-out=10"],
+    "graphs": ["--scheme=wire", "--vertices=12", "--graphs=100"],
     "series": ["--scheme=clock", "--context=16", "--horizon=4", "--validation-rows=4"],
     "transduction": ["--scheme=ape-sequence:attention=softmax", "--samples=60", "--held-out=10", "--length=6"],
     "tree-transduction": ["--scheme=ape-tree:attention=softmax", "--samples=60", "--held-out=10", "--depth=3"],
@@ -100,6 +101,13 @@ COMPARED = {  # options, schemes, text of the comparison, text and columns of th
         "rope-axial,rope-axial:axes=3",
         "60 + 10 + 10 rooms of 3 views",
         "An encoder that predicts a view of 3 x 3 pixels from 2 other views of a room",
+        [],
+    ),
+    "graphs": (
+        ["--vertices=12", "--graphs=60"],
+        "rope,wire",
+        "48 + 6 + 6 graphs of 12 nodes",
+        "A classifier of graphs of 12 nodes by the distance of two of them",
         [],
     ),
     "transduction": (

@@ -21,6 +21,7 @@ TASKS = {  # settings, and schemes whose masks or positions differ
     "images": ({"height": 8, "width": 8}, ("rope", "ape-grid")),
     "pathfinder": ({"side": 16, "dashes": 5, "pictures": 100}, ("rope",)),
     "scenes": ({"side": 3, "scenes": 100, "held_out": 30}, ("prope", "rope-axial:axes=3", "rope")),
+    "graphs": ({"vertices": 12, "graphs": 100}, ("wire", "rope")),
     "series": ({"context": 12, "horizon": 4}, ("rope", "clock")),
     "glue": ({"length": 24}, ("rope",)),
     "transduction": ({"samples": 60, "held_out": 10, "length": 6}, (SOFTMAX, "shaw", "none")),
@@ -104,7 +105,7 @@ def test_scores_are_those_of_single_samples_without_padding(name, scheme, monkey
 
 
 @pytest.mark.parametrize("limit", [0, 7])
-@pytest.mark.parametrize("name", ["listops", "text", "trees", "images", "pathfinder"])
+@pytest.mark.parametrize("name", ["listops", "text", "trees", "images", "pathfinder", "graphs"])
 def test_chance_counts_the_answers_that_are_scored(name, limit):
     recipe, data = ready(name, validation_rows=limit)
     answers = torch.cat([data.tensors("validation", rows, recipe)[-1] for rows in data.rounds("validation", limit)])

@@ -83,6 +83,7 @@ TASKS = {
     "pathfinder": "isopos.lab.tasks.pathfinder:Pathfinder",
     "images": "isopos.lab.tasks.images:Images",
     "scenes": "isopos.lab.tasks.scenes:Scenes",
+    "graphs": "isopos.lab.tasks.graphs:GraphDistance",
     "series": "isopos.lab.tasks.series:Forecast",
     "transduction": "isopos.lab.tasks.transduction:Transduction",
     "tree-transduction": "isopos.lab.tasks.tree_transduction:TreeTransduction",
