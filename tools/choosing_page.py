@@ -48,6 +48,8 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         "",
         {"horn-shift": ("MNIST, 4 px", "MNIST, 8 px")},
     ),
+    ("scenes", "Which one for images of several cameras, with softmax attention?", "", {"newer-scenes": ("softmax",)}),
+    ("scenes", "Which one with linear attention?", "", {"newer-scenes": ("linear",)}),
     ("series", "Which one for series with a day and a week?", "", {"newer-series": ("MAE, times", "MAE, rows")}),
     ("transduction", "Which one to copy, reverse or repeat a sequence?", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (
