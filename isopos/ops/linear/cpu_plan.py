@@ -99,7 +99,7 @@ class CpuPlan:
         """Sums ``[*b h t e]`` of tensors in the order of `operands`, divided if asked for; None if one is not finite."""
         like, call, denominators = inputs[0], Words.from_buffer_copy(self.forward_words), ()
         out = like.new_empty(self.shape, dtype=torch.float32)
-        state = like.new_zeros(sum(self.states), dtype=torch.float32)  # of all keys, or before the tokens
+        state = like.new_zeros(1, sum(self.states), dtype=torch.float32)  # of all keys, or before the tokens
         call[OUT], call[STATE], call[STATE + 1] = out.data_ptr(), *_pair(state, self.states[0])
         if self.denominated:
             denominators = (like.new_empty(self.row, dtype=torch.float32),)
@@ -107,7 +107,7 @@ class CpuPlan:
         saved = state
         if self.graph:
             if not self.all_keys:
-                saved = like.new_empty(sum(shape.numel() for shape in self.saved), dtype=torch.float32)
+                saved = like.new_empty(1, sum(shape.numel() for shape in self.saved), dtype=torch.float32)
             call[SAVED], call[SAVED + 1] = _pair(saved, self.saved[0].numel())
         if not self._run(self.forward_of, call, inputs):
             return None
@@ -119,7 +119,7 @@ class CpuPlan:
         """Gradients of `inputs`; `results` are the states, and with a division also denominators and the output."""
         if not self._fits(inputs, results, grad):
             results = [x.contiguous() for x in results]
-            parts = results[0].split([shape.numel() for shape in self.saved])
+            parts = results[0].split([shape.numel() for shape in self.saved], -1)
             states = [x.view(shape) for x, shape in zip(parts, self.saved, strict=True)]
             return CPU.backward(with_operands(self.sums, inputs), [*results[:0:-1], *states], grad, needed)
         call, grad = Words.from_buffer_copy(self.backward_words), flat(grad)
