@@ -51,6 +51,8 @@ def _steps(name: str) -> Callable[[], object]:
 
 
 WORKLOADS: dict[str, tuple[Callable[[str], Callable[[], object]], int]] = {  # with the number of calls per run
+    "causal, forward, L=64": (functools.partial(_whole, t=64, gradients=False), 1),
+    "causal, forward + backward, L=64": (functools.partial(_whole, t=64, gradients=True), 1),
     "causal, forward, L=2048": (functools.partial(_whole, t=2048, gradients=False), 1),
     "causal, forward + backward, L=2048": (functools.partial(_whole, t=2048, gradients=True), 1),
     "a step of `isopos.Stream`": (_steps, STEPS),

@@ -9,6 +9,7 @@ from torch import Tensor
 from isopos.attention import reference, sharded
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, TransportPair
 from isopos.attention.clipped import values_of_terms, with_terms, with_terms_of_stream
+from isopos.attention.plans import planned
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, check_naive, refuse, restored
 from isopos.deprecation import former_argument
 from isopos.exact import full_precision
@@ -123,10 +124,18 @@ def linear_attention(
     phases = former_argument(others, "path", "phases", phases)
     if others:
         refuse("linear", list(others))
+    call, extras = None, (phases, terms, mask, attn_mask, window, segment_ids, transport, state, group)
+    if not (torch.compiler.is_compiling() or return_state or layout != "bhtd" or any(x is not None for x in extras)):
+        call = planned(q, k, v, isometry, feature_map, decay, denominator, causal)
+        if call is not None and (out := call.run()) is not None:
+            return out
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state, "group": group}
-    out, after = attended(sharded.checked(check_linear, q, k, v, options, streams=return_state), q.dtype)
+    problem = sharded.checked(check_linear, q, k, v, options, streams=return_state)
+    if call is not None and call.make(problem, sums_of(problem)) and (out := call.run()) is not None:
+        return out
+    out, after = attended(problem, q.dtype)
     return (out, after) if return_state else out
 
 

@@ -1,11 +1,12 @@
 """The library compiled from ops/linear/cpu/kernel.c: loading, checks of tensors that it may read, and its rotations.
 
 It reads float32, bfloat16 and float16 on x86-64 and 64-bit ARM, and runs on PyTorch's threads through PyTorch's stable C
-interface. `isopos.ops.linear.cpu` calls its sums.
+interface, in a process made by `os.fork` on the calling thread alone. `isopos.ops.linear.cpu` calls its sums.
 """
 
 import ctypes
 import functools
+import os
 import platform
 import sys
 import warnings
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 LANES = {"AVX512": 16, "AVX2": 8, "SSE2": 4, "NEON": 4}  # float32 numbers per vector, by instruction set
 X86 = ("AVX512", "AVX2", "SSE2")  # each processor also runs the later sets
@@ -126,6 +126,8 @@ def opened(path: Path) -> ctypes.CDLL:
     if lib.isopos_call_size() != ctypes.sizeof(Call) or lib.isopos_rotate_size() != ctypes.sizeof(Rotate):
         raise OSError(f"{path.name} is of another version; install isopos again")
     lib.isopos_use_threads(parallel_for())
+    if hasattr(os, "register_at_fork"):  # a copy of a process would wait for the threads of PyTorch's pool, which it lacks
+        os.register_at_fork(after_in_child=lambda: lib.isopos_use_threads(None))
     return lib
 
 
@@ -197,9 +199,9 @@ def watched() -> bool:
     """Whether a transform, a mode or a trace records operations; it would miss compiled code and decisions on numbers."""
     return (
         torch._C._are_functorch_transforms_active()
-        or _get_current_dispatch_mode() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._is_tracing()
     )
 
 

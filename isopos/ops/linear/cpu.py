@@ -314,7 +314,7 @@ class CpuSteps:
         lib, (*_, values), self.call = sums.notes["step"]
         call, self.step, self.sums = self.call, lib.isopos_step, after or sums.stream.sums
         self.inputs, self.shapes = tuple(flat(x) for x in sums.inputs), [x.shape for x in sums.inputs]
-        self.strides: list[tuple[int, ...]] = []  # of the queries, keys and values that the call describes
+        self.strides = [x.stride() for x in self.inputs]  # which the call describes
         call.flags.denominated = sums.denominator is not None
         call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (sums.stream.sums, self.sums))
         self.parts = call.q, call.k, call.v
@@ -345,31 +345,34 @@ class CpuSteps:
 
     def take(self, known: Sequence[Closed | None], weights: Tensor | None) -> None:
         """Set the closed forms of features of queries and keys."""
-        self.alive, self.strides = [weights], [x.stride() for x in self.inputs]
-        self.parts[2].x = view(self.inputs[2])
+        self.alive = [weights]
         for part, closed, x in zip(self.parts, known, self.inputs, strict=False):
             assert closed is not None
             self.alive += closed.describe(part, x)[1]
         self.call.decay.across = None if weights is None else weights.data_ptr()
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the call serves these tensors: shapes of the first step, float32, outside transforms and traces."""
+        """Whether the call serves these tensors: shapes of the first step, float32, outside transforms and traces.
+
+        If so, the call describes their strides from now on.
+        """
         if library.watched():
             return False
         for x, shape in zip((q, k, v), self.shapes, strict=True):
             if not library.is_plain(x) or x.dtype is not torch.float32 or x.shape != shape:
                 return False
         strides = [q.stride(), k.stride(), v.stride()]
-        return strides == self.strides or strides[0][-1] == strides[1][-1] == strides[2][-1] == 1
+        if strides != self.strides:
+            if not strides[0][-1] == strides[1][-1] == strides[2][-1] == 1:
+                return False
+            self.inputs, self.strides = (q, k, v), strides
+            for part, x in zip(self.parts, self.inputs, strict=True):
+                part.x = view(x)
+        return True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-        """The output ``[*b h 1 e]`` of the token with row n of the tables."""
+        """The output ``[*b h 1 e]`` of the token with row n of the tables; its tensors fit."""
         call, out = self.call, torch.empty_like(self.like)
-        strides = [q.stride(), k.stride(), v.stride()]
-        if strides != self.strides:
-            self.strides = strides
-            for part, x in zip(self.parts, (q, k, v), strict=True):
-                part.x = view(x)
         of_q, of_k, of_v, of_out = self.firsts
         of_q.first, of_k.first, of_v.first, of_out.first = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.token, self.split.threads, denominator = n, torch.get_num_threads(), None
