@@ -25,7 +25,12 @@ from isopos.schemes import build
 from isopos.stream import Stream
 
 ARCH, PROCESSORS, SHARED = 90, 132, 227 << 10
-MODULES = triton_rotate, triton_kernels, triton_step_kernel
+KERNELS = [
+    x
+    for module in (triton_rotate, triton_kernels, triton_step_kernel)
+    for x in vars(module).values()
+    if hasattr(x, "device_caches")
+]
 
 
 class Gpu:
@@ -33,12 +38,12 @@ class Gpu:
 
     Attributes:
         launches: Names of the kernels in the order of their launches; only of compiled kernels.
-        variants: Names of the kernels in the order in which Triton compiled variants of them.
+        variants: Names of kernels by the key of each variant that Triton asked for.
     """
 
     def __init__(self):
         self.launches: list[str] = []
-        self.variants: list[str] = []
+        self.variants: dict[str, str] = {}
 
     def driver(self) -> Any:
         """The driver that Triton asks."""
@@ -64,6 +69,11 @@ class Gpu:
     def _launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *arguments: self.launches.append(metadata.name)
 
+    def assembly(self) -> list[tuple[str, str]]:
+        """Name and PTX of each compiled variant."""
+        found = [variant for kernel in KERNELS for caches in kernel.device_caches.values() for variant in caches[0].values()]
+        return [(variant.metadata.name, variant.asm["ptx"]) for variant in found]
+
     def since(self, call: Callable[[], Any]) -> list[str]:
         """The launches of a call."""
         before = len(self.launches)
@@ -80,26 +90,25 @@ def fake_gpu(*, compiles: bool = True) -> Iterator[Gpu]:
     assert not gpu.interpreted()
     found, before = Gpu(), driver._active
 
-    def compiling(*given: Any, fn: Any, **more: Any) -> bool:
-        found.variants.append(fn.name.rpartition(".")[2])
+    def compiling(*given: Any, fn: Any, key: str, **more: Any) -> bool:
+        found.variants[key] = fn.name.rpartition(".")[2]
         return not compiles  # True: the caller takes care of it
 
     there = mock.patch.multiple
     patches: list[Any] = [mock.patch.dict(os.environ, {gpu.SWITCH: "1"}), there(knobs.runtime, jit_cache_hook=compiling)]
     patches += [there(gpu, reads=lambda x: True), there(linear, _processors=lambda device: PROCESSORS)]
     patches += [there(containment, may_inspect=lambda x: False)]  # as for the numbers of a GPU
-    kernels = [x for module in MODULES for x in vars(module).values() if hasattr(x, "device_caches")]
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        for kernel in kernels:
+        for kernel in KERNELS:
             kernel.device_caches.clear()
         driver.set_active(found.driver())
         try:
             yield found
         finally:
             driver._active = before
-            for kernel in kernels:
+            for kernel in KERNELS:
                 kernel.device_caches.clear()
 
 
