@@ -25,7 +25,7 @@ def attended(name, t):
         outs = []
         launches = [found.since(lambda: outs.append(forward())), found.since(lambda: backward(outs[0]))]
         variants = len(found.variants)
-        again = found.since(lambda: backward(forward()))
+        again = [found.since(lambda: backward(forward())) for _ in range(3)]
         return launches, again, variants, len(found.variants)
 
 
@@ -34,8 +34,8 @@ def test_a_call_of_attention(elsewhere, t, before):
     (forward, backward), again, variants, after = elsewhere(attended, "rope", t)
     assert forward == [*before, "outputs"]
     assert backward == ["quotients", *before, "gradients", "gradients", "outputs"]
-    assert again == forward + backward
-    assert variants == after <= len(again)
+    assert again == 3 * [forward + backward]  # the second call is recorded, later ones repeat its launches
+    assert variants == after <= len(forward + backward)
 
 
 LENGTHS = [17, 50, 63, 64, 100, 128, 200, 255, 256, 333, 500, 512, 777, 1000, 1024, 1500, 2048, 3000, 4096, 5000]

@@ -20,6 +20,7 @@ from isopos.ops.linear.autograd import Kernel, refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton_arguments import Grads, Inputs, Numbers, Rows, Sizes, Values, columns, padded, rows
+from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # largest number of features and of values
@@ -275,7 +276,7 @@ class Call:
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Launch a kernel for all heads and segments of queries or keys."""
         numbers, sizes = self.numbers[n], self.sizes._replace(blocks=blocks, part=part)
-        kernel[self.leading.numel() * blocks, numbers.segments](*given, sizes, *numbers, **constants)
+        launch(kernel, (self.leading.numel() * blocks, numbers.segments), *given, sizes, *numbers, **constants)
 
     def prefixes(
         self, n: int, neg_grad: Tensor | None, values: Values, way: Way, first: Tensor | None = None
@@ -300,7 +301,7 @@ class Call:
         most = min(1024, _tile(size))
         decay = {"DECAY": self.borders is not None, **way.constants}
         states = out, first, last, self.borders, self.sizes, *numbers
-        kernels.scan[heads, -(-size // most)](*states, SIZE=most, C=self.config.chunk, **decay)
+        launch(kernels.scan, (heads, -(-size // most)), *states, SIZE=most, C=self.config.chunk, **decay)
         return out, last
 
     def outputs(
@@ -350,7 +351,8 @@ class Call:
         rows = map(self.rows, (grad, out, denominators, sums, neg_grad))
         length, inner, *_ = self.numbers[0]
         blocks = -(-length // chunk)
-        _kernels().quotients[self.leading.numel() * blocks,](*rows, self.sizes, length, inner, C=chunk, E=self.e)
+        grid = (self.leading.numel() * blocks,)
+        launch(_kernels().quotients, grid, *rows, self.sizes, length, inner, C=chunk, E=self.e)
         return sums, neg_grad
 
 
@@ -410,7 +412,11 @@ class Triton(Kernel):
     name = "triton"
 
     def serves(self, sums: Sums) -> str:
-        if why := gpu.unreadable("attention", *sums.tensors) or refusal(sums, streams=True):
+        if why := gpu.unreadable("attention", *sums.tensors):
+            return why
+        if is_known(sums):
+            return ""
+        if why := refusal(sums, streams=True):
             return why
         if sums.stream is not None and sums.q.shape[-2] == 1:
             return "one token of a stream is a step, and no chunk"
@@ -426,6 +432,13 @@ class Triton(Kernel):
         return out, triton_stream.unpacked(after, sums, doubled)
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
+        with torch.cuda.device_of(sums.q):
+            key = sums.notes["key"] if "key" in sums.notes else key_of(sums)
+            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums))
+        return (out if after is None else (out, after)), [x for x in saved if x is not None] if any(needs) else []
+
+    def _forward(self, sums: Sums) -> list[Tensor | None]:
+        """The sums, those of a stream after it, and tensors to save."""
         call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
         dtypes, column = {x.dtype for x in sums.inputs}, sums.denominator == "column"
         final = torch.float32 if column or len(dtypes) > 1 else sums.q.dtype
@@ -433,44 +446,47 @@ class Triton(Kernel):
         out = sums.q.new_empty(*shape, e + column, dtype=dtype)
         buffer = padded(out, call.leading, out.shape[-2]) if call.divide else out[..., e:]
         denominators, saved, earlier = buffer[..., : out.shape[-2], :], [], None
-        with torch.cuda.device_of(sums.q):
-            for way in call.ways:
-                before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
-                saved += [] if before is None else [before]
-                current = denominators if way is call.ways[-1] else columns(out, call.leading, out.shape[-2])
-                pair = () if sums.denominator is None else (earlier, current)
-                call.outputs(0, call.values(), before, out[..., :e], pair, way)
-                earlier = current
+        for way in call.ways:
+            before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
+            saved += [] if before is None else [before]
+            current = denominators if way is call.ways[-1] else columns(out, call.leading, out.shape[-2])
+            pair = () if sums.denominator is None else (earlier, current)
+            call.outputs(0, call.values(), before, out[..., :e], pair, way)
+            earlier = current
         if call.divide:
             count(denominators)
-        out, saved = out.to(final), [out, buffer, *saved] if call.divide else saved
-        if after is not None:
-            out, saved = (out, after), [*saved, after]
-        return out, saved if any(needs) else []
+        saved = [out, buffer, *saved] if call.divide else saved
+        return [out.to(final), after, *saved, *(() if after is None else (after,))]
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        with torch.cuda.device_of(sums.q):
+            more = () if sums.stream is not None else (*saved, grad)
+            key = key_of(sums, *more)
+            key = key and (*key, *needs)
+            return planned(key, (*sums.tensors, *more), lambda: self._backward(sums, saved, grad, needs))
+
+    def _backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         call, e, rest, of_after, of_before = _call(sums), sums.v.shape[-1], iter(needs[5:]), None, None
         if sums.stream is not None:
             grad, of_after = grad
         neg_grad = -grad[..., e:] if sums.denominator == "column" else None
         learned = [[next(rest) for _ in each.tensors] for each in sums.features]
-        with torch.cuda.device_of(sums.q):
-            if call.divide:
-                out, buffer, *saved = saved
-                grad, neg_grad = call.quotients(grad, out, buffer[..., : out.shape[-2], :])
-            pair = Values(call.rows(grad[..., :e]), None), call.values()
-            sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
-            dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
-            dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
-            if call.config.together:
-                sinks[1].v = dv
-            for way in call.ways:
-                before, first = next(states, None), None if of_after is None else call.signed(of_after)
-                after, of_before = call.prefixes(0, neg_grad, pair[0], way.back, first)
-                call.gradients(0, neg_grad, pair, before, sinks[0], way)
-                call.gradients(1, neg_grad, pair, after, sinks[1], way.back)
-                if sinks[1].v is None:
-                    call.outputs(1, pair[0], after, dv, (), way.back)
+        if call.divide:
+            out, buffer, *saved = saved
+            grad, neg_grad = call.quotients(grad, out, buffer[..., : out.shape[-2], :])
+        pair = Values(call.rows(grad[..., :e]), None), call.values()
+        sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
+        dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
+        dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
+        if call.config.together:
+            sinks[1].v = dv
+        for way in call.ways:
+            before, first = next(states, None), None if of_after is None else call.signed(of_after)
+            after, of_before = call.prefixes(0, neg_grad, pair[0], way.back, first)
+            call.gradients(0, neg_grad, pair, before, sinks[0], way)
+            call.gradients(1, neg_grad, pair, after, sinks[1], way.back)
+            if sinks[1].v is None:
+                call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         of_inputs = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]
         decays, first_states = [sink.of_decay() for sink in sinks], ()
