@@ -280,6 +280,16 @@ def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
 
 
 @jit
+def _with_feature_sums(down, inside, fed, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of features for denominators: decayed, and with those of the chunk if they are unrotated."""
+    if DENOMINATOR == "plain":
+        down = _with_chunk(down, inside, fed, falls, PRECISION)
+    elif len(falls) > 0:
+        down *= falls[0][:, None]
+    return down
+
+
+@jit
 def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of scores, times the weights inside a chunk."""
     scores = tiles.dot(near, tl.trans(far), PRECISION)
@@ -366,6 +376,14 @@ def _vjp(
     return of_normal
 
 
+@jit
+def _write_normal(grads, of_normal, shape, X: tl.constexpr):
+    """Write the gradient of the normal of a segment, if it is needed."""
+    if grads.normal is not None:
+        at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
+        tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)
+
+
 @kernel
 def gradients(
     targets,
@@ -426,14 +444,9 @@ def gradients(
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            if DENOMINATOR == "plain":
-                down = _with_chunk(down, inside, fed, falls, PRECISION)
-            elif len(falls) > 0:
-                down *= falls[0][:, None]
+            down = _with_feature_sums(down, inside, fed, falls, DENOMINATOR, PRECISION)
             state, summed = tiles.advanced(state, summed, y, fed, far, falls, PRECISION)
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
-    if grads.normal is not None:
-        at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
-        tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)
+    _write_normal(grads, of_normal, shape, X)

@@ -97,6 +97,18 @@ def _unrotated_denominator(
     return tl.sum(of_query * total)
 
 
+@jit
+def _finish(out, total, mask, rows, pid, number, length):
+    """Write the output, NaN after the last row, and count up the row.
+
+    Barriers lie between the load of the row and this, since a program has one block or more.
+    """
+    total = tl.where(number < length, total, float("nan"))
+    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
+    if rows is not None:
+        tl.store(rows + pid, number + 1)
+
+
 @partial(jit, do_not_specialize=("across", "length"))  # one variant for all batches
 def step(
     q,
@@ -136,8 +148,7 @@ def step(
     sample, head, columns, values = pid // heads, pid % heads, E + (DENOMINATED and not UNROTATED), tl.arange(0, EP)
     number = 0 if rows is None else tl.load(rows + pid)
     n = tl.minimum(number, length - 1)
-    query = _row(q, sample, head, n, OF_Q, W, WP)
-    key = _row(k, sample, head, n, OF_K, W, WP)
+    query, key = _row(q, sample, head, n, OF_Q, W, WP), _row(k, sample, head, n, OF_K, W, WP)
     value = _row(v, sample, head, n, OF_V, E, EP)
     weight = tl.load(weights + n * across + pid) if DECAYS else 1.0
     added = _features(value, values, E, E, OF_V)
@@ -165,7 +176,4 @@ def step(
         if COUNTED:
             tl.store(denominators + pid, denominator)
         total /= clamped(denominator)
-    total = tl.where(number < length, total, float("nan"))
-    tl.store(out + pid * E + values, total.to(out.dtype.element_ty), mask=values < E)
-    if rows is not None:
-        tl.store(rows + pid, number + 1)  # barriers lie between this and the load, since a program has one block or more
+    _finish(out + pid * E + values, total, values < E, rows, pid, number, length)
