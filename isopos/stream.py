@@ -123,6 +123,26 @@ class Stream:
         return out
 
     @property
+    def prepared(self) -> int:
+        """Number of next tokens that a captured CUDA graph of one token can run; 0 without the Triton kernel."""
+        return max(0, self._rows.stop - self.length) if isinstance(self._steps, TritonSteps) else 0
+
+    def replayed(self, count: int) -> None:
+        """Count tokens that replays of a CUDA graph have run, without a call.
+
+        A call for one token under `torch.cuda.graph` captures the launch of a Triton kernel that finds the row of its tables
+        by itself, so that each replay is the next token. The captured call itself counts a token and runs none: after n
+        replays, n - 1 are to be counted. Further tokens give NaN, and need a call, then a new graph if that call has changed
+        the shapes of tables.
+
+        Raises:
+            ValueError: If `count` is more than `prepared`.
+        """
+        if not 0 <= count <= self.prepared:
+            raise ValueError(f"count: expected at most the {self.prepared} tokens that are prepared, got {count}")
+        self.length += count
+
+    @property
     def state(self) -> State:
         """State after the tokens so far; later calls do not change it."""
         return self._state if self._steps is None else self._snapshot([sums.clone() for sums in self._steps.sums])

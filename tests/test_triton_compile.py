@@ -85,6 +85,7 @@ def compile_all(monkeypatch, problems, arch):
                 options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
                 kernel = getattr(triton_kernels, name)
                 types = dict(zip(inspect.signature(kernel.fn).parameters, map(kind, given), strict=False))
+                types |= {number: "i32" for number in types.keys() & set(triton_kernels.VARYING)}
                 job = f"{triton_kernels.__name__}:{name}", types, constants, arch
                 if (same := repr((job, options))) not in known:  # several launches are one kernel
                     known[same] = pool.submit(compiled, *job, **options)

@@ -15,7 +15,7 @@ from isopos.feature_maps import COMPILED, FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
 from isopos.ops import gpu
 from isopos.ops import linear as ops
-from isopos.ops.linear import triton
+from isopos.ops.linear import triton, triton_plan
 from isopos.ops.linear import triton_tiles as tiles
 from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.ops.slices import Slices
@@ -51,6 +51,7 @@ def test_feature_maps_have_the_values_and_derivatives_of_the_table(phi):
 def several_segments(monkeypatch):
     """Split scans into segments of two chunks; returns the calls of the kernel."""
     monkeypatch.setattr(triton, "LEAST", 2)
+    monkeypatch.setattr(triton_plan, "PLANS", {})
     calls = []
     forward = triton.Triton.forward
     monkeypatch.setattr(triton.Triton, "forward", lambda *args: calls.append(1) or forward(*args))
@@ -435,3 +436,41 @@ def test_a_refusal_is_a_sentence(sums, why):
 def test_explain_names_it():
     q, k, v = torch.randn(3, 1, 2, 70, 16)
     assert explain(q, k, v, **linear_options("packed", 1, 2, 70, 16)).backend == "triton"
+
+
+PLANNED = {"masked": (True, True), "drawn decay, plain": (True, False), "bidirectional with a decay": (True, False)}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_give_the_same_numbers(monkeypatch, name):
+    """The first call is seen, the second recorded, the third repeats its launches; other layouts have other plans.
+
+    PyTorch sums up gradients of decays, and adds those of two directions.
+    """
+    given, plans = linear_options(name, 1, 1, 20, 16), triton_plan.PLANS
+    *draws, grad = torch.randn(5, 1, 1, 20, 16).unbind()
+    for inputs in (draws[:3], draws[1:], draws[:3], [draws[3]] * 2 + [draws[0]]):
+        found = with_gradients(inputs, torch.float32, given, grad)
+    assert len(plans) == 4  # of forward and backward passes, for different inputs and for queries that are the keys
+    assert tuple(isinstance(plan, triton_plan.Plan) for plan in list(plans.values())[:2]) == PLANNED[name]
+    again = with_gradients(draws[1:], torch.float32, given, grad)
+    monkeypatch.setattr(triton_plan, "PLANS", {})
+    for planned, of in ((again, draws[1:]), (found, inputs)):
+        assert all(map(torch.equal, planned, with_gradients(of, torch.float32, given, grad)))
+
+
+def test_counters_count_with_plans():
+    given = linear_options("rope", 1, 1, 9, 16)
+    inputs = torch.full((3, 1, 1, 9, 16), -30.0).unbind()
+    for _ in range(3):
+        linear_attention(*inputs, **given)
+    with ops.Clamped() as clamped:
+        linear_attention(*inputs, **given)
+    assert (clamped.count, clamped.total) == (9, 9)
+
+
+def test_old_plans_are_forgotten(monkeypatch):
+    monkeypatch.setattr(triton_plan, "MOST", 3)
+    for t in range(1, 6):
+        linear_attention(*torch.ones(3, 1, 1, t, 16).unbind(), **linear_options("identity", 1, 1, t, 16))
+    assert len(triton_plan.PLANS) == 3

@@ -1,6 +1,7 @@
 """Test isopos.ops.linear.triton_step in the interpreter or on a GPU: steps of a stream against float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -229,5 +230,66 @@ def test_what_the_kernel_does_not_know_it_refuses():
 def test_it_is_off_by_default(monkeypatch):
     monkeypatch.delenv("ISOPOS_TRITON")
     scheme = isopos.rope(8, 2)
+    layer = Stream(scheme)
+    for _ in range(3):
+        layer(*torch.zeros(3, 1, 2, 1, 8, device=DEVICE).unbind())
+    assert layer.prepared == 0
     sums, *_ = at_end(scheme, content(scheme, 3, 2))
     assert "ISOPOS_TRITON=1 in the environment asks for it" in STEP.serves(sums)
+
+
+class Graph:
+    """Repeats the last launch of the kernel with the same arguments, as a captured CUDA graph does."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.replay = partial(self.kernel[grid], *arguments, **constants)
+            self.replay()
+
+        return launch
+
+
+@pytest.mark.parametrize("name", ["rope", "retnet", "permuteformer"])
+def test_a_repeated_launch_is_the_next_token(monkeypatch, launches, name):
+    from isopos.ops.linear import triton_step_kernel
+
+    graph = Graph(triton_step_kernel.step)
+    monkeypatch.setattr(triton_step_kernel, "step", graph)
+    monkeypatch.setattr(stream_module, "AHEAD", 5)
+    scheme, found = schemes.REGISTRY[name](8, 2), []
+    given, layer, other = content(scheme, 9, 2), Stream(scheme), Stream(scheme)
+    expected = [other(*(x[..., i : i + 1, :] for x in given)) for i in range(9)]
+    token = [x[..., :1, :].clone() for x in given]
+
+    def write(i):
+        for x, own in zip(token, given, strict=True):
+            x.copy_(own[..., i : i + 1, :])
+
+    for i in range(3):
+        write(i)
+        out = layer(*token)
+    assert layer.prepared == 3  # of five, after two of them; the first token had no tables
+    for i in range(3, 6):
+        write(i)
+        graph.replay()
+        found.append(out.clone())
+    write(0)
+    before = [x.clone() for x in layer._steps.sums]
+    graph.replay()
+    assert out.isnan().all()
+    for x, own in zip(layer._steps.sums, before, strict=True):
+        x.copy_(own)
+    with pytest.raises(ValueError, match="expected at most the 3 tokens that are prepared, got 4"):
+        layer.replayed(4)
+    layer.replayed(3)
+    assert (layer.length, layer.prepared) == (6, 0)
+    sides, rows = layer._steps.sides, layer._steps.rows
+    for i in range(6, 9):
+        write(i)
+        found.append(layer(*token))
+    assert all(map(torch.equal, found, expected[3:]))
+    assert layer._steps.rows is rows
+    assert all(new.table is old.table for new, old in zip(layer._steps.sides, sides, strict=True))  # overwritten

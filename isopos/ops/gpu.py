@@ -25,6 +25,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def reads(x: Tensor) -> bool:
+    """Whether kernels can read a tensor where it is: on a CUDA device, or interpreted on a CPU."""
+    return x.is_cuda or (x.is_cpu and interpreted())
+
+
 @cache
 def _absent() -> str:
     return "" if find_spec("triton") else "triton is not installed: pip install triton"
@@ -56,7 +61,7 @@ def unreadable(operation: str, *tensors: Tensor) -> str:
     if torch.compiler.is_compiling():
         return "a compiler cannot trace it"
     for x in tensors:
-        if not (x.is_cuda or (x.is_cpu and interpreted())):
+        if not reads(x):
             return f"it runs on CUDA devices, not on {x.device.type}"
         if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
             return "it reads plain tensors only"

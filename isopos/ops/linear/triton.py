@@ -19,70 +19,14 @@ from isopos.ops.linear import triton_stream
 from isopos.ops.linear.autograd import Kernel, refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
+from isopos.ops.linear.triton_arguments import Grads, Inputs, Numbers, Rows, Sizes, Values, columns, padded, rows
+from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # largest number of features and of values
 REFLECTED = 128  # the same with a reflection, except bfloat16 on sm_90: more would spill registers
 LEAST = 4  # least chunks per segment: with fewer, states would move more bytes than inputs
 TILE = 16  # smallest side of a matrix product
-
-
-class Rows(NamedTuple):
-    """A tensor ``[outer inner head token .]`` with strides; the last axis is contiguous."""
-
-    first: Any
-    outer: int
-    inner: int
-    head: int
-    token: int
-
-
-class Inputs(NamedTuple):
-    """Inputs of targets or sources with their feature map; None for absent tensors."""
-
-    x: Rows | None  # None without sources, since Triton 3.6 cannot compare a tuple with None
-    table: Rows | None  # pairs (cos, sin), or an index; None for sources that share the table of targets
-    normal: Rows | None
-    mask: Rows | None
-    g: Rows | None  # log decays, float64
-    neg_grad: Rows | None  # negative gradients of denominators, which weigh rows in sums of features
-    end: Any = None  # Triton 3.6 needs a constant after the fields of a tuple
-
-
-class Values(NamedTuple):
-    """Rows of values."""
-
-    x: Rows
-    mask: Rows | None
-
-
-class Grads(NamedTuple):
-    """Destinations of gradients of targets; None for tensors without a gradient."""
-
-    x: Rows
-    plain: Rows | None  # of unrotated features, if a gather reads x in another order
-    table: Rows | None
-    decay: Rows | None  # one number per block of features
-    v: Rows | None  # of values, if computed together with gradients of keys
-    normal: Any  # one sum per program ``[. width]``
-    end: Any = None  # as in `Inputs`
-
-
-class Shape(NamedTuple):
-    """Sizes of a launch."""
-
-    length: int  # tokens
-    width: int  # numbers of x
-    features: int
-    columns: int  # values
-    feature_sum: int  # features summed for a denominator
-    inner: int  # samples of the inner axis
-    heads: int
-    chunks: int  # per segment
-    segments: int
-    states: int  # read per head: one per segment, or one
-    blocks: int  # blocks of features or values; their programs are neighbours, since they read the same tensors
-    part: int  # index of a launch: a part of features in `outputs`, of values in `gradients`; results are added
 
 
 class Closed(NamedTuple):
@@ -209,15 +153,6 @@ def _tile(n: int) -> int:
     return max(TILE, 1 << (n - 1).bit_length())
 
 
-def _rows(x: Tensor, leading: torch.Size) -> Rows:
-    """The strides of x ``[*b h t .]``, or broadcastable to it."""
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    x = x.expand(*leading, *x.shape[-2:])
-    x = x.flatten(0, len(leading) - 3) if len(leading) > 3 else x[(None,) * (3 - len(leading))]
-    outer, inner, head, token, _ = x.stride()
-    return Rows(x, outer, inner, head, token if x.shape[-2] > 1 else 0)
-
-
 def _kernels() -> Any:
     from isopos.ops.linear import triton_kernels
 
@@ -280,21 +215,25 @@ class Call:
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
         summed = {"none": 0, "plain": width, "encoded": width * doubled}[self.denominator]
         inner = self.leading[-2] if len(self.leading) > 1 else 1
-        numbers = width, width * doubled, values, summed, inner, self.leading[-1]
-        self.shapes = [Shape(x.shape[-2], *numbers, *self._cut(x.shape[-2]), 1, 0) for x in sums.inputs[:2]]
+        self.sizes = Sizes(width, width * doubled, values, summed, self.leading[-1], 1, 0)
+        self.numbers = [Numbers(x.shape[-2], inner, *self._cut(x.shape[-2])) for x in sums.inputs[:2]]
         self.borders = self.rows(sums.g[1][..., None]) if sums.g is not None else None
 
-    def _cut(self, length: int) -> tuple[int, int, int]:
-        """Chunks per segment, number of segments, and states per head."""
+    @property
+    def size(self) -> int:
+        """Numbers of the sums of a state."""
+        return self.sizes.features * self.sizes.columns
+
+    def _cut(self, length: int) -> tuple[int, int]:
+        """Chunks per segment, and number of segments."""
         chunks, programs = -(-length // self.config.chunk), self.leading.numel() * max(self.blocks, self.parts)
         room = _processors(self.sums.q.device) * (8 // self.config.warps)
         each = -(-chunks // _segments(chunks // LEAST, programs, room))
-        segments = -(-chunks // each)
-        return each, segments, 1 if self.every else segments
+        return each, -(-chunks // each)
 
     def rows(self, x: Tensor) -> Rows:
         """A tensor ``[*b h t .]``, or broadcastable to it, with strides."""
-        return _rows(x, self.leading)
+        return rows(x, self.leading)
 
     def optional(self, x: Tensor | None) -> Rows | None:
         """The same for a tensor that may be absent."""
@@ -336,8 +275,8 @@ class Call:
 
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Launch a kernel for all heads and segments of queries or keys."""
-        shape = self.shapes[n]._replace(blocks=blocks, part=part)
-        kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
+        numbers, sizes = self.numbers[n], self.sizes._replace(blocks=blocks, part=part)
+        launch(kernel, (self.leading.numel() * blocks, numbers.segments), *given, sizes, *numbers, **constants)
 
     def prefixes(
         self, n: int, neg_grad: Tensor | None, values: Values, way: Way, first: Tensor | None = None
@@ -346,11 +285,11 @@ class Call:
 
         `first` is the state of a stream before the first segment of the scan. For sums over all keys, the state of all keys.
         """
-        kernels, shape, heads, last = _kernels(), self.shapes[n], self.leading.numel(), None
-        if shape.segments == 1 and self.sums.stream is None and not self.every:
+        kernels, numbers, heads, last = _kernels(), self.numbers[n], self.leading.numel(), None
+        if numbers.segments == 1 and self.sums.stream is None and not self.every:
             return None, None
-        size = shape.features * shape.columns + shape.feature_sum
-        out = self.sums.q.new_empty(heads, shape.segments, size, dtype=torch.float32)
+        size = self.size + self.sizes.feature_sum
+        out = self.sums.q.new_empty(heads, numbers.segments, size, dtype=torch.float32)
         if self.sums.stream is not None:
             last = out.new_empty(*self.leading, size)
         constants = self.constants(n, self.config.features, self.config.values) | way.constants
@@ -359,10 +298,10 @@ class Call:
         self.launch(kernels.states, n, self.blocks * self.parts, *given, **constants)
         if self.every:
             return out.sum(1), None
-        number = min(1024, _tile(size))
+        most = min(1024, _tile(size))
         decay = {"DECAY": self.borders is not None, **way.constants}
-        states = out, first, last, self.borders, shape
-        kernels.scan[heads, -(-size // number)](*states, SIZE=number, C=self.config.chunk, **decay)
+        states = out, first, last, self.borders, self.sizes, *numbers
+        launch(kernels.scan, (heads, -(-size // most)), *states, SIZE=most, C=self.config.chunk, **decay)
         return out, last
 
     def outputs(
@@ -384,7 +323,7 @@ class Call:
         constants |= self.of_both(n, self.config.far_features, self.config.values)
         for part in range(launches := self.d // self.config.far_features):
             last = part == launches - 1
-            later = final if last or final is None else torch.empty_like(final)
+            later = final if last or final is None else columns(final, self.leading, final.shape[-2])
             rows = map(self.optional, (out, earlier, later))
             constants |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
             given = *self.pair(n), values, self.borders, prefixes, *rows
@@ -403,16 +342,17 @@ class Call:
 
     def signed(self, states: Tensor) -> Tensor:
         """Gradients of states ``[*b h .]`` with the sign of denominators changed, as scans sum them up; its own inverse."""
-        size = self.shapes[0].features * self.shapes[0].columns
-        return torch.cat((states[..., :size], -states[..., size:]), -1)
+        return torch.cat((states[..., : self.size], -states[..., self.size :]), -1)
 
     def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sums ``[*b h t e]``, and negative gradients of denominators ``[*b h t 1]``."""
-        neg_grad, chunk = torch.empty_like(denominators), 64 if self.e <= 128 else 32
+        neg_grad, chunk = columns(out, self.leading, out.shape[-2]), 64 if self.e <= 128 else 32
         sums = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
         rows = map(self.rows, (grad, out, denominators, sums, neg_grad))
-        shape = self.shapes[0]._replace(blocks=-(-self.shapes[0].length // chunk))
-        _kernels().quotients[self.leading.numel() * shape.blocks,](*rows, shape, C=chunk, E=self.e)
+        length, inner, *_ = self.numbers[0]
+        blocks = -(-length // chunk)
+        grid = (self.leading.numel() * blocks,)
+        launch(_kernels().quotients, grid, *rows, self.sizes, length, inner, C=chunk, E=self.e)
         return sums, neg_grad
 
 
@@ -436,12 +376,12 @@ class _Sink:
 
     def grads(self, way: Way) -> Grads:
         """Destinations of the gradients of one launch."""
-        call, shape, normal, decay = self.call, self.call.shapes[self.n], None, None
+        call, numbers, normal, decay = self.call, self.call.numbers[self.n], None, None
         if self.needed[1]:
-            normal = self.x.new_empty(*call.leading, shape.segments, shape.width, dtype=torch.float32)
+            normal = self.x.new_empty(*call.leading, numbers.segments, call.sizes.width, dtype=torch.float32)
             self.normals.append(normal)
         if self.decay:
-            decay = self.x.new_empty(*call.leading, shape.length, call.blocks, dtype=torch.float32)
+            decay = columns(self.x, call.leading, numbers.length, call.blocks)
             self.decays.append((-1 if way.strict else 1, decay))
         rows = map(call.optional, (self.plain, self.table, decay, self.v))
         return Grads(call.rows(self.x), *rows, normal=normal)
@@ -472,7 +412,11 @@ class Triton(Kernel):
     name = "triton"
 
     def serves(self, sums: Sums) -> str:
-        if why := gpu.unreadable("attention", *sums.tensors) or refusal(sums, streams=True):
+        if why := gpu.unreadable("attention", *sums.tensors):
+            return why
+        if is_known(sums):
+            return ""
+        if why := refusal(sums, streams=True):
             return why
         if sums.stream is not None and sums.q.shape[-2] == 1:
             return "one token of a stream is a step, and no chunk"
@@ -488,51 +432,61 @@ class Triton(Kernel):
         return out, triton_stream.unpacked(after, sums, doubled)
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
+        with torch.cuda.device_of(sums.q):
+            key = sums.notes["key"] if "key" in sums.notes else key_of(sums)
+            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums))
+        return (out if after is None else (out, after)), [x for x in saved if x is not None] if any(needs) else []
+
+    def _forward(self, sums: Sums) -> list[Tensor | None]:
+        """The sums, those of a stream after it, and tensors to save."""
         call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
         dtypes, column = {x.dtype for x in sums.inputs}, sums.denominator == "column"
         final = torch.float32 if column or len(dtypes) > 1 else sums.q.dtype
         dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else final
         out = sums.q.new_empty(*shape, e + column, dtype=dtype)
-        denominators = out.new_empty(*shape, 1, dtype=torch.float32) if call.divide else out[..., e:]
-        saved, earlier = [], None
-        with torch.cuda.device_of(sums.q):
-            for way in call.ways:
-                before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
-                saved += [] if before is None else [before]
-                current = denominators if way is call.ways[-1] else torch.empty_like(denominators)
-                pair = () if sums.denominator is None else (earlier, current)
-                call.outputs(0, call.values(), before, out[..., :e], pair, way)
-                earlier = current
+        buffer = padded(out, call.leading, out.shape[-2]) if call.divide else out[..., e:]
+        denominators, saved, earlier = buffer[..., : out.shape[-2], :], [], None
+        for way in call.ways:
+            before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
+            saved += [] if before is None else [before]
+            current = denominators if way is call.ways[-1] else columns(out, call.leading, out.shape[-2])
+            pair = () if sums.denominator is None else (earlier, current)
+            call.outputs(0, call.values(), before, out[..., :e], pair, way)
+            earlier = current
         if call.divide:
             count(denominators)
-        out, saved = out.to(final), [out, denominators, *saved] if call.divide else saved
-        if after is not None:
-            out, saved = (out, after), [*saved, after]
-        return out, saved if any(needs) else []
+        saved = [out, buffer, *saved] if call.divide else saved
+        return [out.to(final), after, *saved, *(() if after is None else (after,))]
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        with torch.cuda.device_of(sums.q):
+            more = () if sums.stream is not None else (*saved, grad)
+            key = key_of(sums, *more)
+            key = key and (*key, *needs)
+            return planned(key, (*sums.tensors, *more), lambda: self._backward(sums, saved, grad, needs))
+
+    def _backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         call, e, rest, of_after, of_before = _call(sums), sums.v.shape[-1], iter(needs[5:]), None, None
         if sums.stream is not None:
             grad, of_after = grad
         neg_grad = -grad[..., e:] if sums.denominator == "column" else None
         learned = [[next(rest) for _ in each.tensors] for each in sums.features]
-        with torch.cuda.device_of(sums.q):
-            if call.divide:
-                out, denominators, *saved = saved
-                grad, neg_grad = call.quotients(grad, out, denominators)
-            pair = Values(call.rows(grad[..., :e]), None), call.values()
-            sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
-            dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
-            dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
-            if call.config.together:
-                sinks[1].v = dv
-            for way in call.ways:
-                before, first = next(states, None), None if of_after is None else call.signed(of_after)
-                after, of_before = call.prefixes(0, neg_grad, pair[0], way.back, first)
-                call.gradients(0, neg_grad, pair, before, sinks[0], way)
-                call.gradients(1, neg_grad, pair, after, sinks[1], way.back)
-                if sinks[1].v is None:
-                    call.outputs(1, pair[0], after, dv, (), way.back)
+        if call.divide:
+            out, buffer, *saved = saved
+            grad, neg_grad = call.quotients(grad, out, buffer[..., : out.shape[-2], :])
+        pair = Values(call.rows(grad[..., :e]), None), call.values()
+        sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
+        dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype
+        dv, states = torch.empty_like(sums.v, dtype=dtype, memory_format=torch.contiguous_format), iter(saved)
+        if call.config.together:
+            sinks[1].v = dv
+        for way in call.ways:
+            before, first = next(states, None), None if of_after is None else call.signed(of_after)
+            after, of_before = call.prefixes(0, neg_grad, pair[0], way.back, first)
+            call.gradients(0, neg_grad, pair, before, sinks[0], way)
+            call.gradients(1, neg_grad, pair, after, sinks[1], way.back)
+            if sinks[1].v is None:
+                call.outputs(1, pair[0], after, dv, (), way.back)
         of_tensors = [sink.found(tensor) for sink in sinks for tensor in sink.tensors]
         of_inputs = [x.to(y.dtype) for x, y in zip((*(sink.of_x() for sink in sinks), dv), sums.inputs, strict=True)]
         decays, first_states = [sink.of_decay() for sink in sinks], ()

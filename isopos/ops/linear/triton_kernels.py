@@ -14,19 +14,27 @@ set by the host. Sums are float32. Decays are float64 until differences are take
 
 # pyright: reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
 
+from functools import partial
+
 from isopos.ops.gpu import language
 from isopos.ops.linear import triton_tiles as tiles
 
 jit, tl = language()
+VARYING = ("length", "inner", "chunks", "segments")
+kernel = partial(jit, do_not_specialize=VARYING)  # one variant for all lengths and batches
 
 
-@jit
+@kernel
 def states(
     inputs,
     values,
     borders,
     out,
-    shape,
+    sizes,
+    length,
+    inner,
+    chunks,
+    segments,
     C: tl.constexpr,
     X: tl.constexpr,
     D: tl.constexpr,
@@ -43,6 +51,7 @@ def states(
 
     The last segment of the scan is skipped, since no later one reads it, unless ALL.
     """
+    shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, segments)
     place, parts = tiles.place_of(shape), tl.cdiv(shape.columns, E)
     block, part = tiles.block_of(shape) // parts, tiles.block_of(shape) % parts
     column = part * E + tl.arange(0, E)
@@ -59,20 +68,24 @@ def states(
         state, feature_sum = tiles.advanced(state, feature_sum, y, summed, tile, falls, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
-    first = tiles.state_address(out, shape, shape.segments)
+    first = tiles.state_address(out, shape)
     tl.store(first + row[:, None] * shape.columns + column[None, :], state, mask=both)
     if DENOMINATOR != "none":
         row = block * feature_sum.shape[0] + tl.arange(0, feature_sum.shape[0])
         tl.store(first + shape.features * shape.columns + row, feature_sum, mask=(row < shape.feature_sum) & (part == 0))
 
 
-@jit
+@kernel
 def scan(
     states,
     first,
     last,
     borders,
-    shape,
+    sizes,
+    length,
+    inner,
+    chunks,
+    segments,
     SIZE: tl.constexpr,
     C: tl.constexpr,
     DECAY: tl.constexpr,
@@ -83,15 +96,16 @@ def scan(
 
     `first` are states before all segments (None: zero); states after all segments go to `last` (None: nowhere).
     """
+    shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, segments)
     place, size = tiles.place_of(shape), shape.features * shape.columns + shape.feature_sum
     number, head = tl.program_id(1) * SIZE + tl.arange(0, SIZE), tl.program_id(0).to(tl.int64)
-    segments = states + head * shape.segments * size + number
+    own = states + head * shape.segments * size + number
     before = tl.zeros((SIZE,), tl.float32)
     if first is not None:
         before = tl.load(first + head * size + number, mask=number < size, other=0)
     for i in range(shape.segments):
         segment = shape.segments - 1 - i if REVERSE else i
-        at = segments + tl.cast(segment, tl.int64) * size
+        at = own + tl.cast(segment, tl.int64) * size
         added = tl.load(at, mask=number < size, other=0)
         tl.store(at, before, mask=number < size)
         if DECAY:
@@ -175,7 +189,7 @@ def _finish(
     tl.store(at, total.to(out.first.dtype.element_ty), mask=both)
 
 
-@jit
+@kernel
 def outputs(
     targets,
     sources,
@@ -185,7 +199,11 @@ def outputs(
     out,
     earlier,
     denominators,
-    shape,
+    sizes,
+    length,
+    inner,
+    chunks,
+    segments,
     C: tl.constexpr,
     X: tl.constexpr,
     D: tl.constexpr,
@@ -205,6 +223,7 @@ def outputs(
 
     ADD adds to existing sums and to `earlier` denominators. DIVIDE writes quotients.
     """
+    shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
     place, first = tiles.place_of(shape), shape.part * X
     column = tiles.block_of(shape) * E + tl.arange(0, E)
     state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
@@ -233,12 +252,13 @@ def outputs(
         _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
 
 
-@jit
-def quotients(grad, out, denominators, grad_sums, neg_grad, shape, C: tl.constexpr, E: tl.constexpr):
+@kernel
+def quotients(grad, out, denominators, grad_sums, neg_grad, sizes, length, inner, C: tl.constexpr, E: tl.constexpr):
     """Gradients of sums and negative gradients of denominators, given gradients of quotients. Programs: (heads, chunks).
 
     Clamped denominators have gradient zero.
     """
+    shape = tiles.shape_of(sizes, tl.cdiv(length, C), length, inner, 1, 1, 1)
     place, column = tiles.place_of(shape), tl.arange(0, E)
     token, ok = tiles.tokens_of(shape, tiles.block_of(shape), C)
     denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
@@ -257,6 +277,16 @@ def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
     if len(falls) > 0:
         total = total * falls[0][:, None]
     return total + tiles.dot(weights, rows, PRECISION)
+
+
+@jit
+def _with_feature_sums(down, inside, fed, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of features for denominators: decayed, and with those of the chunk if they are unrotated."""
+    if DENOMINATOR == "plain":
+        down = _with_chunk(down, inside, fed, falls, PRECISION)
+    elif len(falls) > 0:
+        down *= falls[0][:, None]
+    return down
 
 
 @jit
@@ -347,6 +377,14 @@ def _vjp(
 
 
 @jit
+def _write_normal(grads, of_normal, shape, X: tl.constexpr):
+    """Write the gradient of the normal of a segment, if it is needed."""
+    if grads.normal is not None:
+        at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
+        tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)
+
+
+@kernel
 def gradients(
     targets,
     sources,
@@ -355,7 +393,11 @@ def gradients(
     borders,
     prefixes,
     grads,
-    shape,
+    sizes,
+    length,
+    inner,
+    chunks,
+    segments,
     C: tl.constexpr,
     X: tl.constexpr,
     D: tl.constexpr,
@@ -375,6 +417,7 @@ def gradients(
     Scores are products of values of keys with gradients of outputs. With `grads.v`, keys also sum up gradients of their
     values; then features are a single block.
     """
+    shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
     place, first = tiles.place_of(shape), tiles.block_of(shape) * X
     column = shape.part * E + tl.arange(0, E)
     state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
@@ -401,14 +444,9 @@ def gradients(
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            if DENOMINATOR == "plain":
-                down = _with_chunk(down, inside, fed, falls, PRECISION)
-            elif len(falls) > 0:
-                down *= falls[0][:, None]
+            down = _with_feature_sums(down, inside, fed, falls, DENOMINATOR, PRECISION)
             state, summed = tiles.advanced(state, summed, y, fed, far, falls, PRECISION)
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
-    if grads.normal is not None:
-        at = grads.normal + tiles.segment_of(shape) * shape.width + tl.arange(0, X)
-        tl.store(at, of_normal, mask=tl.arange(0, X) < shape.width)
+    _write_normal(grads, of_normal, shape, X)

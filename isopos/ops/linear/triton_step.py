@@ -19,6 +19,7 @@ from isopos.ops.linear.triton import Closed
 
 TILE = 2048  # numbers of the sums that a program holds at a time
 WIDEST = 1024  # largest number of features per head
+MOST = (1 << 31) - 1  # rows without tables
 
 
 class Side(NamedTuple):
@@ -94,10 +95,14 @@ class Plan(NamedTuple):
         before: Sequence[Tensor],
         after: Sequence[Tensor],
         weights: Tensor | None,
-        n: int,
+        rows: Tensor | None,
         out: Tensor,
+        length: int = 1,
     ) -> None:
-        """Write the sums after a token, and its output."""
+        """Write the sums after a token, and its output.
+
+        `rows` are the rows of the token in tables of `length` rows, one per state; they are counted up.
+        """
         from isopos.ops.linear.triton_step_kernel import step  # imports triton
 
         denominators = out.new_empty(self.leading, dtype=torch.float32) if self.denominated and counted() else None
@@ -113,7 +118,8 @@ class Plan(NamedTuple):
                 out,
                 denominators,
                 self.leading[-1],
-                n,
+                rows,
+                length,
                 across,
                 D=self.d,
                 W=self.w,
@@ -172,7 +178,7 @@ class Step(Backend):
         assert stream is not None
         after = tuple(torch.empty_like(x) for x in stream.sums)
         out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-        plan(plan.sides, stream.sums, after, sums.across, 0, out)
+        plan(plan.sides, stream.sums, after, sums.across, None, out)
         return out, after
 
 
@@ -181,6 +187,9 @@ STEP = Step()
 
 class TritonSteps:
     """Steps that update the sums of a stream in place, one launch each.
+
+    The kernel counts the rows of the tables itself, and later tables are copied to the memory of the first ones. So a step
+    that a CUDA graph has captured is the next one at each replay, as long as there are rows.
 
     Args:
         sums: One step that `STEP` serves. The sums of its stream are overwritten from then on.
@@ -195,7 +204,10 @@ class TritonSteps:
     def __init__(self, sums: Sums):
         assert sums.stream is not None
         self.plan: Plan = sums.notes["plan"]
-        self.sums, self.inputs, self.sides, self.weights = sums.stream.sums, sums.inputs, self.plan.sides, None
+        self.sums, self.inputs, self.weights = sums.stream.sums, sums.inputs, None
+        self.sides: tuple[Side, ...] = (Side(None), Side(None), self.plan.sides[2])
+        self.rows = torch.zeros(self.plan.leading.numel(), dtype=torch.int32, device=sums.q.device)
+        self.row, self.length = 0, MOST  # the number in `rows`, and how many rows there are
 
     @classmethod
     def of(cls, sums: Sums) -> "TritonSteps | None":
@@ -204,9 +216,21 @@ class TritonSteps:
 
     def look_ahead(self, features: tuple[Features, Features], weights: Tensor | None) -> None:
         """Set the tables of the next n tokens, as in `isopos.ops.linear.cpu.CpuSteps`."""
-        found = [_side(each, x) for each, x in zip(features, self.inputs, strict=False)]
-        self.sides, self.weights = (*(side[0] for side in found if side is not None), self.plan.sides[2]), weights
-        assert len(self.sides) == 3
+        found = [side[0] for each, x in zip(features, self.inputs, strict=False) if (side := _side(each, x)) is not None]
+        assert len(found) == 2
+        shared = found[0].table is not None and found[1].table is not None and _same(found[0].table, found[1].table)
+        for n, (old, new) in enumerate(zip(self.sides, found, strict=False)):
+            table = found[0].table if n and shared else _overwritten(old.table, new.table)
+            normal, strides = _overwritten(old.normal, new.normal), (0, 0, 0) if table is None else _strides(table)
+            found[n] = new._replace(table=table, of_table=strides, normal=normal)
+        lengths = [x.table.shape[-2] for x in found if x.table is not None] + ([] if weights is None else [weights.shape[0]])
+        self.length = min((length for length in lengths if length > 1), default=MOST)  # one row stands for any number
+        self.sides, self.weights = (*found, self.plan.sides[2]), _overwritten(self.weights, weights)
+        self._start(0)
+
+    def _start(self, row: int) -> None:
+        """Set the row of the next token."""
+        self.rows, self.row = _overwritten(self.rows, torch.full_like(self.rows, row)), row
 
     def fits(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the plan serves these tensors: types, shapes and dtypes of the first step, outside transforms."""
@@ -218,7 +242,27 @@ class TritonSteps:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token with row n of the tables, in q's dtype."""
+        if n != self.row:
+            self._start(n)
         out = torch.empty(v.shape, dtype=q.dtype, device=v.device)
         sides = [side._replace(x=x, of_x=_strides(x)) for side, x in zip(self.sides, (q, k, v), strict=True)]
-        self.plan(sides, self.sums, self.sums, self.weights, n, out)
+        self.plan(sides, self.sums, self.sums, self.weights, self.rows, out, self.length)
+        self.row += 1
         return out
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _overwritten(old: Any, new: Any) -> Any:
+    """The old tensor with the numbers of the new one, or a copy of the new one if they do not fit in there."""
+    if (
+        old is None
+        or new is None
+        or old.shape != new.shape
+        or (old.is_inference() and not torch.is_inference_mode_enabled())
+    ):
+        return None if new is None else new.contiguous().clone()
+    return old.copy_(new)

@@ -97,7 +97,19 @@ def _unrotated_denominator(
     return tl.sum(of_query * total)
 
 
-@partial(jit, do_not_specialize=("n", "across"))  # one variant for all rows and batches
+@jit
+def _finish(out, total, mask, rows, pid, number, length):
+    """Write the output, NaN after the last row, and count up the row.
+
+    Barriers lie between the load of the row and this, since a program has one block or more.
+    """
+    total = tl.where(number < length, total, float("nan"))
+    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
+    if rows is not None:
+        tl.store(rows + pid, number + 1)
+
+
+@partial(jit, do_not_specialize=("across", "length"))  # one variant for all batches
 def step(
     q,
     k,
@@ -108,7 +120,8 @@ def step(
     out,
     denominators,
     heads,
-    n,
+    rows,
+    length,
     across,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -126,13 +139,16 @@ def step(
 ):
     """Update the sums of one head by the token with row n of tables and `weights`, and write its output.
 
-    `before` and `after` are pairs: sums of k v^T, and with UNROTATED sums of unrotated features for the denominator;
-    otherwise these are one more column of the sums. C features are added at a time.
+    n is this program's entry of `rows`, which is counted up, so that a repeated launch, as of a captured graph, is the next
+    token; None stands for row 0. After the last one of `length` rows outputs are NaN. `before` and `after` are pairs: sums
+    of k v^T, and with UNROTATED sums of unrotated features for the denominator; otherwise these are one more column of the
+    sums. C features are added at a time.
     """
     pid = tl.program_id(0).to(tl.int64)
     sample, head, columns, values = pid // heads, pid % heads, E + (DENOMINATED and not UNROTATED), tl.arange(0, EP)
-    query = _row(q, sample, head, n, OF_Q, W, WP)
-    key = _row(k, sample, head, n, OF_K, W, WP)
+    number = 0 if rows is None else tl.load(rows + pid)
+    n = tl.minimum(number, length - 1)
+    query, key = _row(q, sample, head, n, OF_Q, W, WP), _row(k, sample, head, n, OF_K, W, WP)
     value = _row(v, sample, head, n, OF_V, E, EP)
     weight = tl.load(weights + n * across + pid) if DECAYS else 1.0
     added = _features(value, values, E, E, OF_V)
@@ -155,9 +171,9 @@ def step(
             denominator += tl.sum(of_query * column)
     if DENOMINATED:
         if UNROTATED:
-            rows = before[1] + pid * W, after[1] + pid * W
-            denominator = _unrotated_denominator(query, key, value[4], rows, weight, W, WP, OF_Q, OF_K, DECAYS)
+            own = before[1] + pid * W, after[1] + pid * W
+            denominator = _unrotated_denominator(query, key, value[4], own, weight, W, WP, OF_Q, OF_K, DECAYS)
         if COUNTED:
             tl.store(denominators + pid, denominator)
         total /= clamped(denominator)
-    tl.store(out + pid * E + values, total.to(out.dtype.element_ty), mask=values < E)
+    _finish(out + pid * E + values, total, values < E, rows, pid, number, length)

@@ -8,9 +8,17 @@ them as (x_0 cos, x_0 sin, x_1 cos, ...), which only states show.
 
 from isopos.ops.gpu import language
 from isopos.ops.linear.division import EPS
+from isopos.ops.linear.triton_arguments import Shape
 
 jit, tl = language()
 FLOOR = tl.constexpr(EPS)  # of denominators
+
+
+@jit
+def shape_of(sizes, blocks, length, inner, chunks, segments, states):
+    """All sizes of a launch; Triton specialises all numbers inside of a tuple, so these arrive as separate arguments."""
+    width, features, columns, feature_sum, heads, _, part = sizes
+    return Shape(width, features, columns, feature_sum, heads, blocks, part, length, inner, chunks, segments, states)
 
 
 @jit
@@ -271,13 +279,10 @@ def segment_of(shape):
 
 
 @jit
-def state_address(states, shape, count):
-    """Address of the state of this segment: sums ``[features values]``, then the sum of features for a denominator.
-
-    `count` is the number of states per head: one per segment, or one.
-    """
+def state_address(states, shape):
+    """Address of the state of this segment: sums ``[features values]``, then the sum of features for a denominator."""
     head = tl.program_id(0).to(tl.int64) // shape.blocks
-    state = head * count + tl.minimum(tl.program_id(1), count - 1)
+    state = head * shape.states + tl.minimum(tl.program_id(1), shape.states - 1)
     return states + state * (shape.features * shape.columns + shape.feature_sum)
 
 
@@ -285,14 +290,14 @@ def state_address(states, shape, count):
 def load_state(states, shape, row, column):
     """The state before this segment."""
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
-    at = state_address(states, shape, shape.states) + row[:, None] * shape.columns + column[None, :]
+    at = state_address(states, shape) + row[:, None] * shape.columns + column[None, :]
     return tl.load(at, mask=both, other=0)
 
 
 @jit
 def load_feature_sum(states, shape, row):
     """The sum of features for a denominator before this segment."""
-    at = state_address(states, shape, shape.states) + shape.features * shape.columns + row
+    at = state_address(states, shape) + shape.features * shape.columns + row
     return tl.load(at, mask=row < shape.feature_sum, other=0)
 
 
