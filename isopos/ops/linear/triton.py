@@ -373,6 +373,7 @@ class Call:
         out: Tensor,
         denominators: Sequence[Tensor | None],
         way: Way,
+        low: Tensor | None = None,
     ) -> None:
         """Write sums of targets n and denominators, a pair (of the scan before, of this one), or none.
 
@@ -385,7 +386,7 @@ class Call:
         for part in range(launches := self.d // self.config.far_features):
             last = part == launches - 1
             later = final if last or final is None else torch.empty_like(final)
-            rows = map(self.optional, (out, earlier, later))
+            rows = map(self.optional, (out, low if last else None, earlier, later))
             constants |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
             given = *self.pair(n), values, self.borders, prefixes, *rows
             self.launch(_kernels().outputs, n, self.parts, *given, part=part, **constants)
@@ -406,11 +407,19 @@ class Call:
         size = self.shapes[0].features * self.shapes[0].columns
         return torch.cat((states[..., :size], -states[..., size:]), -1)
 
-    def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(self, dtype: torch.dtype) -> bool:
+        """Whether quotients of a dtype are saved with the digits that it lacks, for gradients of queries.
+
+        With the same features in numerators and denominators, these are sums of <grad, v - out> k, in which the mean of
+        values cancels.
+        """
+        return self.divide and self.denominator == "encoded" and dtype == torch.bfloat16
+
+    def quotients(self, grad: Tensor, out: Tensor, low: Tensor | None, denominators: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sums ``[*b h t e]``, and negative gradients of denominators ``[*b h t 1]``."""
         neg_grad, chunk = torch.empty_like(denominators), 64 if self.e <= 128 else 32
         sums = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
-        rows = map(self.rows, (grad, out, denominators, sums, neg_grad))
+        rows = map(self.optional, (grad, out, low, denominators, sums, neg_grad))
         shape = self.shapes[0]._replace(blocks=-(-self.shapes[0].length // chunk))
         _kernels().quotients[self.leading.numel() * shape.blocks,](*rows, shape, C=chunk, E=self.e)
         return sums, neg_grad
@@ -494,6 +503,7 @@ class Triton(Kernel):
         dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else final
         out = sums.q.new_empty(*shape, e + column, dtype=dtype)
         denominators = out.new_empty(*shape, 1, dtype=torch.float32) if call.divide else out[..., e:]
+        low = torch.empty_like(out) if any(needs) and call.halves(dtype) else None
         saved, earlier = [], None
         with torch.cuda.device_of(sums.q):
             for way in call.ways:
@@ -501,10 +511,11 @@ class Triton(Kernel):
                 saved += [] if before is None else [before]
                 current = denominators if way is call.ways[-1] else torch.empty_like(denominators)
                 pair = () if sums.denominator is None else (earlier, current)
-                call.outputs(0, call.values(), before, out[..., :e], pair, way)
+                call.outputs(0, call.values(), before, out[..., :e], pair, way, low)
                 earlier = current
         if call.divide:
             count(denominators)
+        saved = saved if low is None else [low, *saved]
         out, saved = out.to(final), [out, denominators, *saved] if call.divide else saved
         if after is not None:
             out, saved = (out, after), [*saved, after]
@@ -519,7 +530,8 @@ class Triton(Kernel):
         with torch.cuda.device_of(sums.q):
             if call.divide:
                 out, denominators, *saved = saved
-                grad, neg_grad = call.quotients(grad, out, denominators)
+                low, *saved = saved if call.halves(out.dtype) else (None, *saved)
+                grad, neg_grad = call.quotients(grad, out, low, denominators)
             pair = Values(call.rows(grad[..., :e]), None), call.values()
             sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
             dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype

@@ -133,7 +133,7 @@ def _sum(
     PRECISION: tl.constexpr,
 ):
     """Sums of a chunk ``[C E]`` and denominators ``[C]``."""
-    total = tiles.dot(q, state, PRECISION)
+    total = tiles.dot_halves(q, state, DENOMINATOR == "encoded" and PRECISION == "bf16", PRECISION)
     if DENOMINATOR == "plain":
         far, near = unrotated_q, tiles.dot(unrotated_q, tl.trans(unrotated_k), PRECISION) * inside
     else:
@@ -147,6 +147,7 @@ def _sum(
 @jit
 def _finish(
     out,
+    low,
     earlier,
     denominators,
     total,
@@ -160,7 +161,7 @@ def _finish(
     DIVIDE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write sums ``[C E]`` or quotients, and denominators ``[C]``."""
+    """Write sums ``[C E]`` or quotients, what rounding takes from them to `low` if given, and denominators ``[C]``."""
     both = ok[:, None] & (column < shape.columns)[None, :]
     at = tiles.address(out, place, token)[:, None] + column[None, :]
     if ADD:
@@ -172,7 +173,11 @@ def _finish(
             denominator = tiles.clamped(denominator)
             total = total / denominator[:, None]
         tl.store(tiles.address(denominators, place, token), denominator, mask=ok & (tiles.block_of(shape) == 0))
-    tl.store(at, total.to(out.first.dtype.element_ty), mask=both)
+    written = total.to(out.first.dtype.element_ty)
+    tl.store(at, written, mask=both)
+    if low is not None:
+        at = tiles.address(low, place, token)[:, None] + column[None, :]
+        tl.store(at, (total - written.to(tl.float32)).to(low.first.dtype.element_ty), mask=both)
 
 
 @jit
@@ -183,6 +188,7 @@ def outputs(
     borders,
     prefixes,
     out,
+    low,
     earlier,
     denominators,
     shape,
@@ -216,7 +222,8 @@ def outputs(
         )
         if sources.x is None:
             rows = unrotated_q if DENOMINATOR == "plain" else q
-            total, denominator = tiles.dot(q, state, PRECISION), tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
+            total = tiles.dot_halves(q, state, DENOMINATOR == "encoded" and PRECISION == "bf16", PRECISION)
+            denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
         else:
             table = targets.table if sources.table is None else sources.table
             k, unrotated_k = tiles.features(
@@ -230,21 +237,26 @@ def outputs(
             )
             summed = unrotated_k if DENOMINATOR == "plain" else k
             state, feature_sum = tiles.advanced(state, feature_sum, k, summed, tile, falls, PRECISION)
-        _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
+        _finish(
+            out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
+        )
 
 
 @jit
-def quotients(grad, out, denominators, grad_sums, neg_grad, shape, C: tl.constexpr, E: tl.constexpr):
+def quotients(grad, out, low, denominators, grad_sums, neg_grad, shape, C: tl.constexpr, E: tl.constexpr):
     """Gradients of sums and negative gradients of denominators, given gradients of quotients. Programs: (heads, chunks).
 
-    Clamped denominators have gradient zero.
+    Quotients are the sum of `out` and `low`, if given. Clamped denominators have gradient zero.
     """
     place, column = tiles.place_of(shape), tl.arange(0, E)
     token, ok = tiles.tokens_of(shape, tiles.block_of(shape), C)
     denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
     of_sums = tiles.load_tile(grad, place, token, ok, column, shape.columns).to(tl.float32) / denominator[:, None]
     of_sums = of_sums.to(grad_sums.first.dtype.element_ty).to(tl.float32)  # rounded as stored, so that errors cancel
-    found = tl.sum(of_sums * tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32), 1)
+    quotient = tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32)
+    if low is not None:
+        quotient += tiles.load_tile(low, place, token, ok, column, shape.columns).to(tl.float32)
+    found = tl.sum(of_sums * quotient, 1)
     tl.store(tiles.address(neg_grad, place, token), tl.where(tl.abs(denominator) <= tiles.FLOOR, 0, found), mask=ok)
     both = ok[:, None] & (column < shape.columns)[None, :]
     to = tiles.address(grad_sums, place, token)[:, None] + column[None, :]
@@ -396,7 +408,9 @@ def gradients(
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
         near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
+        HALVES: tl.constexpr = PRECISION == "bf16" and DENOMINATOR == "encoded" and targets.neg_grad is not None
+        dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
+        down = tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
         if sources.x is not None:
             fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)

@@ -198,6 +198,15 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @jit
+def dot_halves(a, b, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """The same; with HALVES, b is the sum of two bfloat16 numbers instead of one."""
+    product = dot(a, b, PRECISION)
+    if HALVES:
+        product += dot(a, b - rounded(b, PRECISION).to(tl.float32), PRECISION)
+    return product
+
+
+@jit
 def load_decays(inputs, place, token, shape):
     """Log decays of tokens; tokens beyond the last one have its log decay."""
     return tl.load(address(inputs.g, place, tl.minimum(token, shape.length - 1)))
