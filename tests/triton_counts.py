@@ -46,7 +46,7 @@ class Counted(NamedTuple):
 
 def loop_of(text: str) -> Counter[str]:
     """Instructions by name in the largest loop of disassembled code, or in all of it."""
-    code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?);", text)]
+    code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?)\s*;", text)]
     jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said))]
     last, first = max(
         ((at, to) for at, to in jumps if to < at), key=lambda loop: loop[0] - loop[1], default=(code[-1][0], 0)

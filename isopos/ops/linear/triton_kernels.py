@@ -56,7 +56,8 @@ def states(
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
-        state, feature_sum = tiles.advanced(state, feature_sum, y, summed, tile, falls, PRECISION)
+        feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
+        state = tiles.advanced(state, y, tile, falls, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
     first = tiles.state_address(out, shape, shape.segments)
@@ -116,32 +117,6 @@ def _before(prefixes, shape, block, column, X: tl.constexpr, D: tl.constexpr, E:
                 prefixes, shape, block * feature_sum.shape[0] + tl.arange(0, feature_sum.shape[0])
             )
     return state, feature_sum
-
-
-@jit
-def _sum(
-    q,
-    unrotated_q,
-    unrotated_k,
-    tile,
-    state,
-    feature_sum,
-    scores,
-    inside,
-    falls,
-    DENOMINATOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Sums of a chunk ``[C E]`` and denominators ``[C]``."""
-    total = tiles.dot_halves(q, state, DENOMINATOR == "encoded" and PRECISION == "bf16", PRECISION)
-    if DENOMINATOR == "plain":
-        far, near = unrotated_q, tiles.dot(unrotated_q, tl.trans(unrotated_k), PRECISION) * inside
-    else:
-        far, near = q, scores
-    denominator = tl.sum(far.to(tl.float32) * feature_sum[None, :], 1)
-    if len(falls) > 0:
-        total, denominator = total * falls[0][:, None], denominator * falls[0]
-    return total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
 
 
 @jit
@@ -214,29 +189,34 @@ def outputs(
     place, first = tiles.place_of(shape), shape.part * X
     column = tiles.block_of(shape) * E + tl.arange(0, E)
     state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
+    HALVES: tl.constexpr = DENOMINATOR == "encoded" and PRECISION == "bf16"
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        q, unrotated_q = tiles.features(
-            targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION
-        )
+        q, rows = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
+        rows = rows if DENOMINATOR == "plain" else q
+        denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
         if sources.x is None:
-            rows = unrotated_q if DENOMINATOR == "plain" else q
-            total = tiles.dot_halves(q, state, DENOMINATOR == "encoded" and PRECISION == "bf16", PRECISION)
-            denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
+            total = tiles.dot_halves(q, state, HALVES, PRECISION)
         else:
+            rows = tiles.rounded(rows, PRECISION)
             table = targets.table if sources.table is None else sources.table
-            k, unrotated_k = tiles.features(
+            k, summed = tiles.features(
                 sources, table, place, token, ok, first, shape.width, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
             )
+            summed = summed if DENOMINATOR == "plain" else k
             tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+            feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
             scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
-            total, denominator = _sum(
-                q, unrotated_q, unrotated_k, tile, state, feature_sum, scores, inside, falls, DENOMINATOR, PRECISION
-            )
-            summed = unrotated_k if DENOMINATOR == "plain" else k
-            state, feature_sum = tiles.advanced(state, feature_sum, k, summed, tile, falls, PRECISION)
+            near = scores
+            if DENOMINATOR == "plain":
+                near = tiles.dot(rows, tl.trans(summed), PRECISION) * inside
+            total = tiles.dot_halves(q, state, HALVES, PRECISION)
+            if len(falls) > 0:
+                total, denominator = total * falls[0][:, None], denominator * falls[0]
+            total, denominator = total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
+            state = tiles.advanced(state, k, tile, falls, PRECISION)
         _finish(
             out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
         )
@@ -407,19 +387,22 @@ def gradients(
             if sources.x is not None:
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
-        near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
+        near, before = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION), summed
+        if sources.x is not None and DENOMINATOR != "none":  # early, since rounded rows then take half of the registers
+            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
+            summed = tiles.advanced_sum(summed, fed, falls)
+            fed = tiles.rounded(fed, PRECISION)
         HALVES: tl.constexpr = PRECISION == "bf16" and DENOMINATOR == "encoded" and targets.neg_grad is not None
         dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
-        down = tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
         if sources.x is not None:
-            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            if DENOMINATOR == "plain":
-                down = _with_chunk(down, inside, fed, falls, PRECISION)
-            elif len(falls) > 0:
-                down *= falls[0][:, None]
-            state, summed = tiles.advanced(state, summed, y, fed, far, falls, PRECISION)
+            state = tiles.advanced(state, y, far, falls, PRECISION)
+        down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
+        if DENOMINATOR == "plain" and sources.x is not None:
+            down = _with_chunk(down, inside, fed, falls, PRECISION)
+        elif sources.x is not None and len(falls) > 0:
+            down *= falls[0][:, None]
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
