@@ -122,7 +122,7 @@ SEVERAL += [(name, *cut) for name in ("drawn decay, plain", "all keys, rope") fo
 @pytest.mark.parametrize(("name", "blocks", "parts"), SEVERAL)
 def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, name, blocks, parts):
     def config(d, e, *_, **__):
-        return triton.Config(32, d // blocks, e // blocks, d // parts, e // parts, 4, 1, False)
+        return triton.Config(32, 16, d // blocks, e // blocks, d // parts, e // parts, 4, 1, False)
 
     monkeypatch.setattr(triton, "config", config)
     given = linear_options(name, 1, 1, 40, 32)

@@ -25,6 +25,7 @@ WIDEST = 256  # largest number of features and of values
 REFLECTED = 128  # the same with a reflection, except bfloat16 on sm_90: more would spill registers
 LEAST = 4  # least chunks per segment: with fewer, states would move more bytes than inputs
 TILE = 16  # smallest side of a matrix product
+Pair = Sequence[Tensor | None]  # denominators of the scan before and of this one, or none
 
 
 class Rows(NamedTuple):
@@ -120,9 +121,10 @@ class Config(NamedTuple):
 
     Attributes:
         chunk: Tokens per chunk.
-        features: Features per program of `gradients` and `states`.
+        chunk_of_gradients: Tokens per chunk of `gradients`, which need the most registers.
+        features: Features per program of `gradients`.
         values: Values per program of `outputs` and `states`.
-        far_features: Features per launch of `outputs`.
+        far_features: Features per launch of `outputs`, and per program of `states`.
         far_values: Values per launch of `gradients`.
         warps: Warps per program.
         stages: Chunks whose loads are in flight.
@@ -130,6 +132,7 @@ class Config(NamedTuple):
     """
 
     chunk: int
+    chunk_of_gradients: int
     features: int
     values: int
     far_features: int
@@ -152,8 +155,8 @@ def config(
     """The tiles that fit into registers and shared memory of sm_80 and later.
 
     Products before sm_90 and TF32 products hold all operands in registers; more than 64 TF32 features are split over several
-    launches. Weights of decays are float64 differences, which needs smaller tiles. Four warps multiply 64 rows; two programs
-    of four warps share a multiprocessor, so that one computes while the other waits.
+    launches. Weights of decays take registers, so that gradients have smaller chunks. Four warps multiply 64 rows; two
+    programs of four warps share a multiprocessor, so that one computes while the other waits.
 
     Args:
         features: Number of features, a power of two.
@@ -169,13 +172,13 @@ def config(
         most, side, far, stages = 1 << 13, 128, 256, 2
         chunk = 16 if whole and widest > (128 if generation >= 9 else 64) else 32
         if generation >= 9:
-            if widest <= (64 if whole or decays else 128) and (light or not decays):
-                chunk = 64
+            chunk = 64 if widest <= (64 if whole else 128) else chunk
             warps = 4 if widest <= (128 if light and not whole else 64) else 8
             together = light and not decays and widest <= 64
     else:
         chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
         warps = 8 if whole and features > far else 4
+    chunk_of_gradients = chunk if not decays or (light and widest <= 64) else min(chunk, 32)
     far_features, far_values = features if whole else min(far, features), min(far, values)
     block = features
     if whole:
@@ -183,8 +186,9 @@ def config(
     else:
         side_of_features = min(side, 32) if decays and generation < 9 else side
         block = min(side_of_features, max(TILE, min(features, most // far_values)))
-    parts = min(side, max(TILE, min(values, most // far_features)))
-    return Config(chunk, block, parts, far_features, far_values, warps, stages, together)
+    state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold beside a chunk
+    parts = min(side, max(TILE, min(values, state // far_features)))
+    return Config(chunk, chunk_of_gradients, block, parts, far_features, far_values, warps, stages, together)
 
 
 class Way(NamedTuple):
@@ -336,7 +340,8 @@ class Call:
 
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Launch a kernel for all heads and segments of queries or keys."""
-        shape = self.shapes[n]._replace(blocks=blocks, part=part)
+        chunks = self.shapes[n].chunks * (self.config.chunk // constants["C"])
+        shape = self.shapes[n]._replace(chunks=chunks, blocks=blocks, part=part)
         kernel[self.leading.numel() * blocks, shape.segments](*given, shape, **constants)
 
     def prefixes(
@@ -353,10 +358,10 @@ class Call:
         out = self.sums.q.new_empty(heads, shape.segments, size, dtype=torch.float32)
         if self.sums.stream is not None:
             last = out.new_empty(*self.leading, size)
-        constants = self.constants(n, self.config.features, self.config.values) | way.constants
+        constants = self.constants(n, self.config.far_features, self.config.values) | way.constants
         given = self.inputs(n, neg_grad), values, self.borders, out
         constants |= {"DENOMINATOR": self.denominator, "ALL": self.every or last is not None}
-        self.launch(kernels.states, n, self.blocks * self.parts, *given, **constants)
+        self.launch(kernels.states, n, self.d // self.config.far_features * self.parts, *given, **constants)
         if self.every:
             return out.sum(1), None
         number = min(1024, _tile(size))
@@ -366,22 +371,15 @@ class Call:
         return out, last
 
     def outputs(
-        self,
-        n: int,
-        values: Values,
-        prefixes: Tensor | None,
-        out: Tensor,
-        denominators: Sequence[Tensor | None],
-        way: Way,
-        low: Tensor | None = None,
+        self, n: int, values: Values, prefixes: Tensor | None, out: Tensor, pair: Pair, way: Way, low: Tensor | None = None
     ) -> None:
-        """Write sums of targets n and denominators, a pair (of the scan before, of this one), or none.
+        """Write sums of targets n and denominators.
 
         The last scan divides. All blocks of values read the former and one of them writes the latter, so the two tensors
-        differ.
+        differ. `low` gets what rounding takes from sums.
         """
-        earlier, final = denominators or (None, None)
-        constants: dict[str, Any] = {"DENOMINATOR": self.denominator if denominators else "none"} | way.constants
+        earlier, final = pair or (None, None)
+        constants: dict[str, Any] = {"DENOMINATOR": self.denominator if pair else "none"} | way.constants
         constants |= self.of_both(n, self.config.far_features, self.config.values)
         for part in range(launches := self.d // self.config.far_features):
             last = part == launches - 1
@@ -397,6 +395,7 @@ class Call:
     ) -> None:
         """Write gradients of targets n. `pair`: values of queries and keys. The first part includes denominators."""
         constants = self.of_both(n, self.config.features, self.config.far_values) | way.constants
+        constants["C"] = self.config.chunk_of_gradients
         for part in range(self.e // self.config.far_values):
             given = *self.pair(n, None if part else neg_grad), pair[n], pair[1 - n], self.borders, prefixes, sink.grads(way)
             constants |= {"DENOMINATOR": "none" if part else self.denominator, "ADD": way.strict or part > 0}
@@ -408,11 +407,7 @@ class Call:
         return torch.cat((states[..., :size], -states[..., size:]), -1)
 
     def halves(self, dtype: torch.dtype) -> bool:
-        """Whether quotients of a dtype are saved with the digits that it lacks, for gradients of queries.
-
-        With the same features in numerators and denominators, these are sums of <grad, v - out> k, in which the mean of
-        values cancels.
-        """
+        """Whether quotients of a dtype lack digits that <grad, v - out> needs, in which the mean of values cancels."""
         return self.divide and self.denominator == "encoded" and dtype == torch.bfloat16
 
     def quotients(self, grad: Tensor, out: Tensor, low: Tensor | None, denominators: Tensor) -> tuple[Tensor, Tensor]:
