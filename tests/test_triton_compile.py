@@ -99,7 +99,7 @@ def compile_all(monkeypatch, problems, arch):
     return found
 
 
-SPILLED = {torch.bfloat16: 576, torch.float32: 64, torch.float16: 64}  # bytes of a thread at most; of 255 registers
+SPILLED = {torch.bfloat16: 640, torch.float32: 64, torch.float16: 64}  # bytes of a thread at most; of 255 registers
 WIDTHS = {torch.bfloat16: (32, 64, 128, 256), torch.float32: (64, 128, 256), torch.float16: (256,)}
 
 
