@@ -186,7 +186,7 @@ def config(
     else:
         side_of_features = min(side, 32) if decays and generation < 9 else side
         block = min(side_of_features, max(TILE, min(features, most // far_values)))
-    state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold beside a chunk
+    state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold together with a chunk
     parts = min(side, max(TILE, min(values, state // far_features)))
     return Config(chunk, chunk_of_gradients, block, parts, far_features, far_values, warps, stages, together)
 
