@@ -264,6 +264,24 @@ def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: 
 
 
 @jit
+def _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Weighed features for denominators, rounded early to take half of the registers, and their sum after a chunk."""
+    rows = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
+    return tiles.rounded(rows, PRECISION), tiles.advanced_sum(summed, rows, falls)
+
+
+@jit
+def _down(before, inside, fed, falls, C: tl.constexpr, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of features for denominators: encoded ones before a chunk, unrotated ones with the chunk."""
+    down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
+    if DENOMINATOR == "plain":
+        down = _with_chunk(down, inside, fed, falls, PRECISION)
+    elif len(falls) > 0:
+        down *= falls[0][:, None]
+    return down
+
+
+@jit
 def _write(grad, place, token, ok, at, inside, value, ADD: tl.constexpr):
     """Write a tile, or with ADD add it to the existing one."""
     both = ok[:, None] & inside
@@ -367,13 +385,13 @@ def gradients(
     Scores are products of values of keys with gradients of outputs. With `grads.v`, keys also sum up gradients of their
     values; then features are a single block.
     """
-    place, first = tiles.place_of(shape), tiles.block_of(shape) * X
-    column = shape.part * E + tl.arange(0, E)
+    place, first, column = tiles.place_of(shape), tiles.block_of(shape) * X, shape.part * E + tl.arange(0, E)
     state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
     of_normal = tl.zeros((X,), tl.float32)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
+        before = summed
         if sources.x is not None:
             table = targets.table if sources.table is None else sources.table
             y, plain = tiles.features(
@@ -381,28 +399,23 @@ def gradients(
             )
             far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+            fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
         if grads.v is not None:
             x, _ = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
             dv = tiles.dot(x, state, PRECISION)
             if sources.x is not None:
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
-        near, before = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION), summed
-        if sources.x is not None and DENOMINATOR != "none":  # early, since rounded rows then take half of the registers
-            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
-            summed = tiles.advanced_sum(summed, fed, falls)
-            fed = tiles.rounded(fed, PRECISION)
+        near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
         HALVES: tl.constexpr = PRECISION == "bf16" and DENOMINATOR == "encoded" and targets.neg_grad is not None
         dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
         if sources.x is not None:
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
             state = tiles.advanced(state, y, far, falls, PRECISION)
-        down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
-        if DENOMINATOR == "plain" and sources.x is not None:
-            down = _with_chunk(down, inside, fed, falls, PRECISION)
-        elif sources.x is not None and len(falls) > 0:
-            down *= falls[0][:, None]
+            down = _down(before, inside, fed, falls, C, DENOMINATOR, PRECISION)
+        else:
+            down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
