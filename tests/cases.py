@@ -714,10 +714,10 @@ EDGES = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e-12, -1e-12, 1e-3, torch.inf, 
 EDGES = torch.cat((torch.linspace(-30, 30, 118), EDGES))
 
 
-def as_the_table(phi, y, derivative):
+def as_the_table(phi, y, derivative, most=3e-7):
     """Compare values and derivatives of a compiled feature map at EDGES with its definition in float64."""
     x = EDGES.double().requires_grad_()
     exact = phi(x)
-    torch.testing.assert_close(y, exact.float(), rtol=3e-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, exact.float(), rtol=most, atol=0, equal_nan=True)
     finite = EDGES.isfinite()
-    torch.testing.assert_close(derivative[finite], torch.autograd.grad(exact.sum(), x)[0][finite].float(), rtol=3e-7, atol=0)
+    torch.testing.assert_close(derivative[finite], torch.autograd.grad(exact.sum(), x)[0][finite].float(), rtol=most, atol=0)

@@ -56,24 +56,33 @@ def problem(dtype, d, kinds, decay, denominator, *, causal=True, phi=elu1):
     if "reflection" in kinds:
         maps = Chain(Reflection(F.normalize(torch.ones(h, 1, d), dim=-1)), maps)
     g = torch.zeros(h, t, dtype=torch.float64) if decay else None
-    own = Features(phi, maps, kinds, None, denominator == "plain")
+    own = Features(phi, maps if kinds else None, kinds, None, denominator == "plain")
     return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), causal, denominator and "divide")
 
 
-def launches(monkeypatch, sums, arch):
-    """Launches of the forward and the backward pass."""
+def launches(monkeypatch, sums, arch, *, learned=True):
+    """Launches of the forward and the backward pass; tables are `learned` or get no gradient."""
     recorder = Recorder()
     monkeypatch.setattr(triton, "_generation", lambda device: arch // 10)
     monkeypatch.setattr(triton, "_processors", lambda device: 132)
     monkeypatch.setattr(triton, "_kernels", lambda: recorder)
     monkeypatch.setattr(gpu, "interpreted", lambda: False)
     gathered = any("gather" in own.kinds for own in sums.features)
-    needs = [True] * 5 + [not gathered] * sum(len(own.tensors) for own in sums.features)
+    needs = [True] * 5 + [learned and not gathered] * sum(len(own.tensors) for own in sums.features)
     if sums.stream is not None:
         sums, needs = triton_stream.packed(sums, 2), [*needs, True]
     out, saved = triton.TRITON.forward(sums, needs)
     triton.TRITON.backward(sums, saved, out, needs)
     return recorder.calls
+
+
+def arguments(name, given, constants, arch):
+    """Arguments and options of `compiled` for a recorded launch."""
+    options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
+    kernel = getattr(triton_kernels, name)
+    types = dict(zip(inspect.signature(kernel.fn).parameters, map(kind, given), strict=False))
+    types |= {number: "i32" for number in types.keys() & set(triton_kernels.VARYING)}
+    return (f"{triton_kernels.__name__}:{name}", types, constants, arch), options
 
 
 def compile_all(monkeypatch, problems, arch):
@@ -82,11 +91,7 @@ def compile_all(monkeypatch, problems, arch):
     with compilers() as pool:
         for key, sums in problems.items():
             for n, (name, given, constants) in enumerate(launches(monkeypatch, sums, arch)):
-                options = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
-                kernel = getattr(triton_kernels, name)
-                types = dict(zip(inspect.signature(kernel.fn).parameters, map(kind, given), strict=False))
-                types |= {number: "i32" for number in types.keys() & set(triton_kernels.VARYING)}
-                job = f"{triton_kernels.__name__}:{name}", types, constants, arch
+                job, options = arguments(name, given, constants, arch)
                 if (same := repr((job, options))) not in known:  # several launches are one kernel
                     known[same] = pool.submit(compiled, *job, **options)
                 jobs[(key, name, n)] = known[same]
@@ -95,7 +100,7 @@ def compile_all(monkeypatch, problems, arch):
     return found
 
 
-SPILLED = {torch.bfloat16: 256, torch.float32: 64, torch.float16: 64}  # bytes of a thread at most; of 255 registers
+SPILLED = {torch.bfloat16: 640, torch.float32: 64, torch.float16: 64}  # bytes of a thread at most; of 255 registers
 WIDTHS = {torch.bfloat16: (32, 64, 128, 256), torch.float32: (64, 128, 256), torch.float16: (256,)}
 
 

@@ -36,17 +36,16 @@ def test_errors(case):
         assert largest < 2 * most
 
 
-@pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 0.055, 0.24, 5e-3), strict=True)], ids=str)
+@pytest.mark.parametrize(("case", "most"), [*zip(AWAY, (1e-2, 1e-2, 1e-2, 5e-3), strict=True)], ids=str)
 def test_errors_with_values_of_mean_one(case, most):
-    """Bound errors of gradients of queries and other inputs. Rounding states between chunks would double the last case.
+    """Bound errors of gradients. Rounding states between chunks would double the last case.
 
-    The gradient is the difference of rounded sums and sums of the denominator. If all features are nearly equal, it loses
-    two digits (docs/gpu.md).
+    The gradient of queries is the difference of sums and sums of the denominator, in which two digits cancel if all features
+    are nearly equal: 0.027 and 0.12 of it were wrong while states and quotients had the digits of bfloat16.
     """
     output, *gradients = (norm for norm, _ in errors(case)["triton"])
     assert output < MOST[BF16][0]
-    for norm, own in zip(gradients, (most, min(most, 1e-2), min(most, 1e-2)), strict=True):
-        assert norm < own
+    assert max(gradients) < most
 
 
 @triton.jit

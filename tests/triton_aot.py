@@ -51,10 +51,15 @@ def compiled(
         arch: Compute capability, 90 for sm_90.
         options: num_warps and num_stages.
     """
-    import triton
+    return _resources(_compiled(kernel, signature, constexprs, arch, **options))
 
+
+def disassembled(
+    kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any
+) -> tuple[Resources, str]:
+    """Resources and machine code of a kernel, with the arguments of `compiled`."""
     found = _compiled(kernel, signature, constexprs, arch, **options)
-    return Resources(found.metadata.shared, *_usage(Path(triton.__file__).parent, found.asm["cubin"]))
+    return _resources(found), _dumped(found.asm["cubin"], "-sass")
 
 
 def assembly(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any) -> str:
@@ -113,12 +118,19 @@ def _bare(given: Any) -> Any:
     return "constexpr" if given in CONSTANT else given.removesuffix(":16")
 
 
-def _usage(home: Path, cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of the stack, where spills go."""
+def _resources(found: Any) -> Resources:
+    """Shared memory, registers, and bytes of the stack, where spills go."""
+    said = _dumped(found.asm["cubin"], "--dump-resource-usage")
+    registers, stack, local = (int(found) for found in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", said))
+    return Resources(found.metadata.shared, registers, stack + local)
+
+
+def _dumped(cubin: bytes, option: str) -> str:
+    """What cuobjdump prints of a cubin."""
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [home / "backends/nvidia/bin/cuobjdump", "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(found) for found in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", said))
-    return registers, stack + local
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -70,12 +70,25 @@ def _pass_on(x, x_step, out, out_step, left, REST: tl.constexpr, R: tl.constexpr
 
 
 @jit
-def _offset(row, start, sizes, strides):
-    """Offset of token `start` of a row; rows are counted over three axes."""
-    of_rows = (
-        row // (sizes[1] * sizes[2]) * strides[0] + row // sizes[2] % sizes[1] * strides[1] + row % sizes[2] * strides[2]
-    )
-    return of_rows + start * strides[3]
+def _indices(row, sizes):
+    """Indices of a row, counted over three axes."""
+    i, j, k = row // (sizes[1] * sizes[2]), row // sizes[2] % sizes[1], row % sizes[2]
+    return i.to(tl.int32), j.to(tl.int32), k.to(tl.int32)
+
+
+@jit
+def _next(i, j, k, sizes):
+    """Indices of the next row, without divisions."""
+    k += 1
+    j += (k == sizes[2]).to(tl.int32)
+    i += (j == sizes[1]).to(tl.int32)
+    return i, tl.where(j == sizes[1], 0, j), tl.where(k == sizes[2], 0, k)
+
+
+@jit
+def _offset(i, j, k, start, strides):
+    """Offset of token `start` of a row."""
+    return i.to(tl.int64) * strides[0] + j.to(tl.int64) * strides[1] + k.to(tl.int64) * strides[2] + start * strides[3]
 
 
 @jit
@@ -114,15 +127,17 @@ def rotation_kernel(
     """
     start, first, last = _share(tokens, shared, rows, T)
     left = tokens - start
-    cos, sin = _read(table + _offset(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
+    i, j, k = _indices(first, sizes)
+    cos, sin = _read(table + _offset(i, j, k, start, of_table), of_table[3], left, "pairs", F, P, T)
     if ADJOINT:
         sin = -sin
-    for row in range(first, last):
-        source, to = x + _offset(row, start, sizes, of_x), out + _offset(row, start, sizes, of_out)
+    for _ in range(first, last):
+        source, to = x + _offset(i, j, k, start, of_x), out + _offset(i, j, k, start, of_out)
         a, b = _read(source, of_x[3], left, FROM, F, P, T)
         _write(to, of_out[3], left, a * cos - b * sin, a * sin + b * cos, TO, F, P, T)
         if REST > 0:
             _pass_on(source + 2 * F, of_x[3], to + 2 * F, of_out[3], left, REST, R, T)
+        i, j, k = _next(i, j, k, sizes)
 
 
 @kernel
@@ -153,21 +168,23 @@ def rotation_vjp_kernel(
     """VJP of `rotation_kernel`: gradients of x, and of the table ``[groups varying tokens 2F]`` per group of rows."""
     start, first, last = _share(tokens, shared, rows, T)
     left = tokens - start
-    cos, sin = _read(table + _offset(first, start, sizes, of_table), of_table[3], left, "pairs", F, P, T)
+    i, j, k = _indices(first, sizes)
+    cos, sin = _read(table + _offset(i, j, k, start, of_table), of_table[3], left, "pairs", F, P, T)
     if ADJOINT:
         sin = -sin
     of_cos, of_sin = tl.zeros_like(cos), tl.zeros_like(sin)
-    for row in range(first, last):
-        from_grad = grad + _offset(row, start, sizes, of_grad)
-        a, b = _read(x + _offset(row, start, sizes, of_x), of_x[3], left, FROM, F, P, T)
+    for _ in range(first, last):
+        from_grad = grad + _offset(i, j, k, start, of_grad)
+        a, b = _read(x + _offset(i, j, k, start, of_x), of_x[3], left, FROM, F, P, T)
         of_a, of_b = _read(from_grad, of_grad[3], left, TO, F, P, T)
         of_cos += of_a * a + of_b * b
         of_sin += of_b * a - of_a * b
         if OF_X:
-            to = grad_x + _offset(row, start, sizes, of_grad_x)
+            to = grad_x + _offset(i, j, k, start, of_grad_x)
             _write(to, of_grad_x[3], left, of_a * cos + of_b * sin, of_b * cos - of_a * sin, FROM, F, P, T)
             if REST > 0:
                 _pass_on(from_grad + 2 * F, of_grad[3], to + 2 * F, of_grad_x[3], left, REST, R, T)
+        i, j, k = _next(i, j, k, sizes)
     if ADJOINT:
         of_sin = -of_sin
     varying = sizes[0] * sizes[1] * sizes[2] // shared

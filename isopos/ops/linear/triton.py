@@ -27,6 +27,7 @@ WIDEST = 256  # largest number of features and of values
 REFLECTED = 128  # the same with a reflection, except bfloat16 on sm_90: more would spill registers
 LEAST = 4  # least chunks per segment: with fewer, states would move more bytes than inputs
 TILE = 16  # smallest side of a matrix product
+Pair = Sequence[Tensor | None]  # denominators of the scan before and of this one, or none
 
 
 class Closed(NamedTuple):
@@ -64,9 +65,10 @@ class Config(NamedTuple):
 
     Attributes:
         chunk: Tokens per chunk.
-        features: Features per program of `gradients` and `states`.
+        chunk_of_gradients: Tokens per chunk of `gradients`, which need the most registers.
+        features: Features per program of `gradients`.
         values: Values per program of `outputs` and `states`.
-        far_features: Features per launch of `outputs`.
+        far_features: Features per launch of `outputs`, and per program of `states`.
         far_values: Values per launch of `gradients`.
         warps: Warps per program.
         stages: Chunks whose loads are in flight.
@@ -74,6 +76,7 @@ class Config(NamedTuple):
     """
 
     chunk: int
+    chunk_of_gradients: int
     features: int
     values: int
     far_features: int
@@ -96,8 +99,8 @@ def config(
     """The tiles that fit into registers and shared memory of sm_80 and later.
 
     Products before sm_90 and TF32 products hold all operands in registers; more than 64 TF32 features are split over several
-    launches. Weights of decays are float64 differences, which needs smaller tiles. Four warps multiply 64 rows; two programs
-    of four warps share a multiprocessor, so that one computes while the other waits.
+    launches. Weights of decays take registers, so that gradients have smaller chunks. Four warps multiply 64 rows; two
+    programs of four warps share a multiprocessor, so that one computes while the other waits.
 
     Args:
         features: Number of features, a power of two.
@@ -113,13 +116,13 @@ def config(
         most, side, far, stages = 1 << 13, 128, 256, 2
         chunk = 16 if whole and widest > (128 if generation >= 9 else 64) else 32
         if generation >= 9:
-            if widest <= (64 if whole or decays else 128) and (light or not decays):
-                chunk = 64
+            chunk = 64 if widest <= (64 if whole else 128) else chunk
             warps = 4 if widest <= (128 if light and not whole else 64) else 8
             together = light and not decays and widest <= 64
     else:
         chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
         warps = 8 if whole and features > far else 4
+    chunk_of_gradients = chunk if not decays or (light and widest <= 64) else min(chunk, 32)
     far_features, far_values = features if whole else min(far, features), min(far, values)
     block = features
     if whole:
@@ -127,8 +130,9 @@ def config(
     else:
         side_of_features = min(side, 32) if decays and generation < 9 else side
         block = min(side_of_features, max(TILE, min(features, most // far_values)))
-    parts = min(side, max(TILE, min(values, most // far_features)))
-    return Config(chunk, block, parts, far_features, far_values, warps, stages, together)
+    state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold together with a chunk
+    parts = min(side, max(TILE, min(values, state // far_features)))
+    return Config(chunk, chunk_of_gradients, block, parts, far_features, far_values, warps, stages, together)
 
 
 class Way(NamedTuple):
@@ -276,6 +280,7 @@ class Call:
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Launch a kernel for all heads and segments of queries or keys."""
         numbers, sizes = self.numbers[n], self.sizes._replace(blocks=blocks, part=part)
+        numbers = numbers._replace(chunks=numbers.chunks * (self.config.chunk // constants["C"]))
         launch(kernel, (self.leading.numel() * blocks, numbers.segments), *given, sizes, *numbers, **constants)
 
     def prefixes(
@@ -292,10 +297,10 @@ class Call:
         out = self.sums.q.new_empty(heads, numbers.segments, size, dtype=torch.float32)
         if self.sums.stream is not None:
             last = out.new_empty(*self.leading, size)
-        constants = self.constants(n, self.config.features, self.config.values) | way.constants
+        constants = self.constants(n, self.config.far_features, self.config.values) | way.constants
         given = self.inputs(n, neg_grad), values, self.borders, out
         constants |= {"DENOMINATOR": self.denominator, "ALL": self.every or last is not None}
-        self.launch(kernels.states, n, self.blocks * self.parts, *given, **constants)
+        self.launch(kernels.states, n, self.d // self.config.far_features * self.parts, *given, **constants)
         if self.every:
             return out.sum(1), None
         most = min(1024, _tile(size))
@@ -305,26 +310,20 @@ class Call:
         return out, last
 
     def outputs(
-        self,
-        n: int,
-        values: Values,
-        prefixes: Tensor | None,
-        out: Tensor,
-        denominators: Sequence[Tensor | None],
-        way: Way,
+        self, n: int, values: Values, prefixes: Tensor | None, out: Tensor, pair: Pair, way: Way, low: Tensor | None = None
     ) -> None:
-        """Write sums of targets n and denominators, a pair (of the scan before, of this one), or none.
+        """Write sums of targets n and denominators.
 
         The last scan divides. All blocks of values read the former and one of them writes the latter, so the two tensors
-        differ.
+        differ. `low` gets what rounding takes from sums.
         """
-        earlier, final = denominators or (None, None)
-        constants: dict[str, Any] = {"DENOMINATOR": self.denominator if denominators else "none"} | way.constants
+        earlier, final = pair or (None, None)
+        constants: dict[str, Any] = {"DENOMINATOR": self.denominator if pair else "none"} | way.constants
         constants |= self.of_both(n, self.config.far_features, self.config.values)
         for part in range(launches := self.d // self.config.far_features):
             last = part == launches - 1
             later = final if last or final is None else columns(final, self.leading, final.shape[-2])
-            rows = map(self.optional, (out, earlier, later))
+            rows = map(self.optional, (out, low if last else None, earlier, later))
             constants |= {"ADD": way.strict or part > 0, "DIVIDE": self.divide and last and way is self.ways[-1]}
             given = *self.pair(n), values, self.borders, prefixes, *rows
             self.launch(_kernels().outputs, n, self.parts, *given, part=part, **constants)
@@ -335,6 +334,7 @@ class Call:
     ) -> None:
         """Write gradients of targets n. `pair`: values of queries and keys. The first part includes denominators."""
         constants = self.of_both(n, self.config.features, self.config.far_values) | way.constants
+        constants["C"] = self.config.chunk_of_gradients
         for part in range(self.e // self.config.far_values):
             given = *self.pair(n, None if part else neg_grad), pair[n], pair[1 - n], self.borders, prefixes, sink.grads(way)
             constants |= {"DENOMINATOR": "none" if part else self.denominator, "ADD": way.strict or part > 0}
@@ -344,11 +344,15 @@ class Call:
         """Gradients of states ``[*b h .]`` with the sign of denominators changed, as scans sum them up; its own inverse."""
         return torch.cat((states[..., : self.size], -states[..., self.size :]), -1)
 
-    def quotients(self, grad: Tensor, out: Tensor, denominators: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(self, dtype: torch.dtype) -> bool:
+        """Whether quotients of a dtype lack digits that <grad, v - out> needs, in which the mean of values cancels."""
+        return self.divide and self.denominator == "encoded" and dtype == torch.bfloat16
+
+    def quotients(self, grad: Tensor, out: Tensor, low: Tensor | None, denominators: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of sums ``[*b h t e]``, and negative gradients of denominators ``[*b h t 1]``."""
         neg_grad, chunk = columns(out, self.leading, out.shape[-2]), 64 if self.e <= 128 else 32
         sums = torch.empty_like(out, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32)
-        rows = map(self.rows, (grad, out, denominators, sums, neg_grad))
+        rows = map(self.optional, (grad, out, low, denominators, sums, neg_grad))
         length, inner, *_ = self.numbers[0]
         blocks = -(-length // chunk)
         grid = (self.leading.numel() * blocks,)
@@ -434,10 +438,11 @@ class Triton(Kernel):
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
         with torch.cuda.device_of(sums.q):
             key = sums.notes["key"] if "key" in sums.notes else key_of(sums)
-            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums))
-        return (out if after is None else (out, after)), [x for x in saved if x is not None] if any(needs) else []
+            key, learns = key and (*key, any(needs)), any(needs)
+            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums, learns))
+        return (out if after is None else (out, after)), [x for x in saved if x is not None] if learns else []
 
-    def _forward(self, sums: Sums) -> list[Tensor | None]:
+    def _forward(self, sums: Sums, learns: bool) -> list[Tensor | None]:
         """The sums, those of a stream after it, and tensors to save."""
         call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
         dtypes, column = {x.dtype for x in sums.inputs}, sums.denominator == "column"
@@ -445,17 +450,18 @@ class Triton(Kernel):
         dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else final
         out = sums.q.new_empty(*shape, e + column, dtype=dtype)
         buffer = padded(out, call.leading, out.shape[-2]) if call.divide else out[..., e:]
+        low = torch.empty_like(out) if learns and call.halves(dtype) else None
         denominators, saved, earlier = buffer[..., : out.shape[-2], :], [], None
         for way in call.ways:
             before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
             saved += [] if before is None else [before]
             current = denominators if way is call.ways[-1] else columns(out, call.leading, out.shape[-2])
             pair = () if sums.denominator is None else (earlier, current)
-            call.outputs(0, call.values(), before, out[..., :e], pair, way)
+            call.outputs(0, call.values(), before, out[..., :e], pair, way, low)
             earlier = current
         if call.divide:
             count(denominators)
-        saved = [out, buffer, *saved] if call.divide else saved
+            saved = [out, buffer, *([] if low is None else [low]), *saved]
         return [out.to(final), after, *saved, *(() if after is None else (after,))]
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -473,7 +479,8 @@ class Triton(Kernel):
         learned = [[next(rest) for _ in each.tensors] for each in sums.features]
         if call.divide:
             out, buffer, *saved = saved
-            grad, neg_grad = call.quotients(grad, out, buffer[..., : out.shape[-2], :])
+            low, *saved = saved if call.halves(out.dtype) else (None, *saved)
+            grad, neg_grad = call.quotients(grad, out, low, buffer[..., : out.shape[-2], :])
         pair = Values(call.rows(grad[..., :e]), None), call.values()
         sinks = [_Sink(call, n, learned[n], decay=sums.g is not None and needs[3 + n]) for n in range(2)]
         dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else sums.v.dtype

@@ -65,7 +65,8 @@ def states(
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
-        state, feature_sum = tiles.advanced(state, feature_sum, y, summed, tile, falls, PRECISION)
+        feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
+        state = tiles.advanced(state, y, tile, falls, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
     first = tiles.state_address(out, shape)
@@ -133,34 +134,9 @@ def _before(prefixes, shape, block, column, X: tl.constexpr, D: tl.constexpr, E:
 
 
 @jit
-def _sum(
-    q,
-    unrotated_q,
-    unrotated_k,
-    tile,
-    state,
-    feature_sum,
-    scores,
-    inside,
-    falls,
-    DENOMINATOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Sums of a chunk ``[C E]`` and denominators ``[C]``."""
-    total = tiles.dot(q, state, PRECISION)
-    if DENOMINATOR == "plain":
-        far, near = unrotated_q, tiles.dot(unrotated_q, tl.trans(unrotated_k), PRECISION) * inside
-    else:
-        far, near = q, scores
-    denominator = tl.sum(far.to(tl.float32) * feature_sum[None, :], 1)
-    if len(falls) > 0:
-        total, denominator = total * falls[0][:, None], denominator * falls[0]
-    return total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
-
-
-@jit
 def _finish(
     out,
+    low,
     earlier,
     denominators,
     total,
@@ -174,7 +150,7 @@ def _finish(
     DIVIDE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write sums ``[C E]`` or quotients, and denominators ``[C]``."""
+    """Write sums ``[C E]`` or quotients, what rounding takes from them to `low` if given, and denominators ``[C]``."""
     both = ok[:, None] & (column < shape.columns)[None, :]
     at = tiles.address(out, place, token)[:, None] + column[None, :]
     if ADD:
@@ -186,7 +162,11 @@ def _finish(
             denominator = tiles.clamped(denominator)
             total = total / denominator[:, None]
         tl.store(tiles.address(denominators, place, token), denominator, mask=ok & (tiles.block_of(shape) == 0))
-    tl.store(at, total.to(out.first.dtype.element_ty), mask=both)
+    written = total.to(out.first.dtype.element_ty)
+    tl.store(at, written, mask=both)
+    if low is not None:
+        at = tiles.address(low, place, token)[:, None] + column[None, :]
+        tl.store(at, (total - written.to(tl.float32)).to(low.first.dtype.element_ty), mask=both)
 
 
 @kernel
@@ -197,6 +177,7 @@ def outputs(
     borders,
     prefixes,
     out,
+    low,
     earlier,
     denominators,
     sizes,
@@ -227,36 +208,44 @@ def outputs(
     place, first = tiles.place_of(shape), shape.part * X
     column = tiles.block_of(shape) * E + tl.arange(0, E)
     state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
+    HALVES: tl.constexpr = DENOMINATOR == "encoded" and PRECISION == "bf16"
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        q, unrotated_q = tiles.features(
-            targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION
-        )
+        q, rows = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
+        rows = rows if DENOMINATOR == "plain" else q
+        denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
         if sources.x is None:
-            rows = unrotated_q if DENOMINATOR == "plain" else q
-            total, denominator = tiles.dot(q, state, PRECISION), tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
+            total = tiles.dot_halves(q, state, HALVES, PRECISION)
         else:
+            rows = tiles.rounded(rows, PRECISION)
             table = targets.table if sources.table is None else sources.table
-            k, unrotated_k = tiles.features(
+            k, summed = tiles.features(
                 sources, table, place, token, ok, first, shape.width, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
             )
+            summed = summed if DENOMINATOR == "plain" else k
             tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+            feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
             scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
-            total, denominator = _sum(
-                q, unrotated_q, unrotated_k, tile, state, feature_sum, scores, inside, falls, DENOMINATOR, PRECISION
-            )
-            summed = unrotated_k if DENOMINATOR == "plain" else k
-            state, feature_sum = tiles.advanced(state, feature_sum, k, summed, tile, falls, PRECISION)
-        _finish(out, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD)
+            near = scores
+            if DENOMINATOR == "plain":
+                near = tiles.dot(rows, tl.trans(summed), PRECISION) * inside
+            total = tiles.dot_halves(q, state, HALVES, PRECISION)
+            if len(falls) > 0:
+                total, denominator = total * falls[0][:, None], denominator * falls[0]
+            total, denominator = total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
+            state = tiles.advanced(state, k, tile, falls, PRECISION)
+        _finish(
+            out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
+        )
 
 
 @kernel
-def quotients(grad, out, denominators, grad_sums, neg_grad, sizes, length, inner, C: tl.constexpr, E: tl.constexpr):
+def quotients(grad, out, low, denominators, grad_sums, neg_grad, sizes, length, inner, C: tl.constexpr, E: tl.constexpr):
     """Gradients of sums and negative gradients of denominators, given gradients of quotients. Programs: (heads, chunks).
 
-    Clamped denominators have gradient zero.
+    Quotients are the sum of `out` and `low`, if given. Clamped denominators have gradient zero.
     """
     shape = tiles.shape_of(sizes, tl.cdiv(length, C), length, inner, 1, 1, 1)
     place, column = tiles.place_of(shape), tl.arange(0, E)
@@ -264,7 +253,10 @@ def quotients(grad, out, denominators, grad_sums, neg_grad, sizes, length, inner
     denominator = tl.load(tiles.address(denominators, place, token), mask=ok, other=1)
     of_sums = tiles.load_tile(grad, place, token, ok, column, shape.columns).to(tl.float32) / denominator[:, None]
     of_sums = of_sums.to(grad_sums.first.dtype.element_ty).to(tl.float32)  # rounded as stored, so that errors cancel
-    found = tl.sum(of_sums * tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32), 1)
+    quotient = tiles.load_tile(out, place, token, ok, column, shape.columns).to(tl.float32)
+    if low is not None:
+        quotient += tiles.load_tile(low, place, token, ok, column, shape.columns).to(tl.float32)
+    found = tl.sum(of_sums * quotient, 1)
     tl.store(tiles.address(neg_grad, place, token), tl.where(tl.abs(denominator) <= tiles.FLOOR, 0, found), mask=ok)
     both = ok[:, None] & (column < shape.columns)[None, :]
     to = tiles.address(grad_sums, place, token)[:, None] + column[None, :]
@@ -280,16 +272,6 @@ def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
 
 
 @jit
-def _with_feature_sums(down, inside, fed, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of features for denominators: decayed, and with those of the chunk if they are unrotated."""
-    if DENOMINATOR == "plain":
-        down = _with_chunk(down, inside, fed, falls, PRECISION)
-    elif len(falls) > 0:
-        down *= falls[0][:, None]
-    return down
-
-
-@jit
 def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of scores, times the weights inside a chunk."""
     scores = tiles.dot(near, tl.trans(far), PRECISION)
@@ -299,6 +281,24 @@ def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: 
         if sources.neg_grad is not None:
             scores -= tl.load(tiles.address(sources.neg_grad, place, token), mask=ok, other=0)[None, :]
     return scores * inside
+
+
+@jit
+def _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Weighed features for denominators, rounded early to take half of the registers, and their sum after a chunk."""
+    rows = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
+    return tiles.rounded(rows, PRECISION), tiles.advanced_sum(summed, rows, falls)
+
+
+@jit
+def _down(before, inside, fed, falls, C: tl.constexpr, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of features for denominators: encoded ones before a chunk, unrotated ones with the chunk."""
+    down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
+    if DENOMINATOR == "plain":
+        down = _with_chunk(down, inside, fed, falls, PRECISION)
+    elif len(falls) > 0:
+        down *= falls[0][:, None]
+    return down
 
 
 @jit
@@ -418,13 +418,13 @@ def gradients(
     values; then features are a single block.
     """
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
-    place, first = tiles.place_of(shape), tiles.block_of(shape) * X
-    column = shape.part * E + tl.arange(0, E)
+    place, first, column = tiles.place_of(shape), tiles.block_of(shape) * X, shape.part * E + tl.arange(0, E)
     state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
     of_normal = tl.zeros((X,), tl.float32)
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
+        before = summed
         if sources.x is not None:
             table = targets.table if sources.table is None else sources.table
             y, plain = tiles.features(
@@ -432,6 +432,7 @@ def gradients(
             )
             far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+            fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
         if grads.v is not None:
             x, _ = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
             dv = tiles.dot(x, state, PRECISION)
@@ -439,13 +440,15 @@ def gradients(
                 dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
         near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        dy, down = tiles.dot(near, tl.trans(state), PRECISION), tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
+        HALVES: tl.constexpr = PRECISION == "bf16" and DENOMINATOR == "encoded" and targets.neg_grad is not None
+        dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
         if sources.x is not None:
-            fed = tiles.weighed(plain if DENOMINATOR == "plain" else y, sources, place, token, ok)
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            down = _with_feature_sums(down, inside, fed, falls, DENOMINATOR, PRECISION)
-            state, summed = tiles.advanced(state, summed, y, fed, far, falls, PRECISION)
+            state = tiles.advanced(state, y, far, falls, PRECISION)
+            down = _down(before, inside, fed, falls, C, DENOMINATOR, PRECISION)
+        else:
+            down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)

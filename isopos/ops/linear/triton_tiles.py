@@ -12,6 +12,7 @@ from isopos.ops.linear.triton_arguments import Shape
 
 jit, tl = language()
 FLOOR = tl.constexpr(EPS)  # of denominators
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @jit
@@ -74,16 +75,22 @@ def load_values(values, place, token, ok, column, width, PRECISION: tl.constexpr
 
 
 @jit
+def exp(x):
+    """e^x as a power of two, by two instructions instead of five; numbers below 1e-38 become zero."""
+    return tl.exp2(x * LOG2_E)
+
+
+@jit
 def phi(x, PHI: tl.constexpr):
     """The feature maps of `isopos.feature_maps`; NaN stays NaN."""
     if PHI == "elu+1":
-        y = tl.where(x > 0, x + 1, tl.exp(x))
+        y = tl.where(x > 0, x + 1, exp(x))
     elif PHI == "relu":
         y = tl.where(x < 0, 0, x) + 1e-3
     elif PHI == "relu2":
         y = tl.where(x < 0, 0, x * x)
     elif PHI == "exp":
-        y = tl.exp(x)
+        y = exp(x)
     else:
         y = x
     return y
@@ -184,7 +191,7 @@ def features(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Features ``[C D]``, and unrotated features ``[C X]`` in the order of x, both rounded for `dot`."""
+    """Features ``[C D]``, rounded for `dot`, and unrotated features ``[C X]`` in the order of x, rounded if the same."""
     column = first + tl.arange(0, X)
     plain, _, at, both = load_plain(inputs, table, place, token, ok, column, width, PHI, KIND)
     y = plain
@@ -195,7 +202,9 @@ def features(
         y = rotated(y, cos, sin, C, X, KIND)
     if KIND == "gather":
         plain, _, _, _ = load_plain(inputs, table, place, token, ok, column, width, PHI, "none")
-    return rounded(y, PRECISION), rounded(plain, PRECISION)
+    if inputs.normal is None and KIND == "none":
+        plain = rounded(plain, PRECISION)
+    return rounded(y, PRECISION), plain
 
 
 @jit
@@ -203,6 +212,17 @@ def dot(a, b, PRECISION: tl.constexpr):
     """A matrix product with float32 sums."""
     exact: tl.constexpr = "ieee" if PRECISION == "bf16" else PRECISION
     return tl.dot(rounded(a, PRECISION), rounded(b, PRECISION), input_precision=exact)
+
+
+@jit
+def dot_halves(a, b, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """The same; with HALVES, b is the sum of two bfloat16 numbers instead of one: its first digits, and the rest."""
+    if HALVES:
+        first = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        product = dot(a, first, PRECISION) + dot(a, b - first, PRECISION)
+    else:
+        product = dot(a, b, PRECISION)
+    return product
 
 
 @jit
@@ -221,20 +241,29 @@ def load_border(borders, place, chunk, shape, C: tl.constexpr, STRICT: tl.conste
 @jit
 def fall(later, earlier, REVERSE: tl.constexpr):
     """The weight exp(later - earlier) of two log decays, or with REVERSE exp(earlier - later)."""
-    return tl.exp((earlier - later if REVERSE else later - earlier).to(tl.float32))
+    return exp((earlier - later if REVERSE else later - earlier).to(tl.float32))
 
 
 @jit
-def weights_inside(targets, sources, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
-    """Weights inside a chunk from log decays of targets and sources, which are None without decays."""
+def halves(x):
+    """Two float32 numbers with almost the sum x of float64: their differences are as exact, and 64-bit tiles are slow."""
+    first = x.to(tl.float32)
+    return first, (x - first.to(tl.float64)).to(tl.float32)
+
+
+@jit
+def weights_inside(targets, sources, start, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Weights inside a chunk from log decays of targets, sources and a border, which are None without decays."""
     target, source = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     ahead = source - target if REVERSE else target - source
     seen = ahead > 0 if STRICT else ahead >= 0
     if targets is None:
         weights = tl.where(seen, 1.0, 0.0)
     else:
-        exponent = sources[None, :] - targets[:, None] if REVERSE else targets[:, None] - sources[None, :]
-        weights = tl.exp(tl.where(seen, exponent.to(tl.float32), -float("inf")))
+        first, rest = halves(start - targets if REVERSE else targets - start)
+        of_sources, of_rest = halves(start - sources if REVERSE else sources - start)
+        exponent = (first[:, None] - of_sources[None, :]) + (rest[:, None] - of_rest[None, :])
+        weights = exp(tl.where(seen, exponent, -float("inf")))
     return weights
 
 
@@ -247,14 +276,14 @@ def load_weights(
     Without decays the latter is an empty tuple, since Triton 3.6 returns no None.
     """
     if targets.g is None:
-        inside = weights_inside(None, None, C, REVERSE, STRICT)
+        inside = weights_inside(None, None, None, C, REVERSE, STRICT)
         falls = ()
     else:
         start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
         start = load_border(borders, place, start, shape, C, STRICT)
         end = load_border(borders, place, end, shape, C, STRICT)
         of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
-        inside = weights_inside(of_targets, of_sources, C, REVERSE, STRICT)
+        inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
         falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
     return inside, falls
 
@@ -310,14 +339,20 @@ def weighed(rows, inputs, place, token, ok):
 
 
 @jit
-def advanced(state, feature_sum, rows, summed, tile, falls, PRECISION: tl.constexpr):
-    """The state and the sum of features after a chunk."""
+def advanced_sum(feature_sum, summed, falls):
+    """The sum of features after a chunk."""
     summed = summed.to(tl.float32)
     if len(falls) > 0:
-        _, after, across = falls
-        state, feature_sum = state * across, feature_sum * across
-        tile, summed = tile.to(tl.float32) * after[:, None], summed * after[:, None]
-    return state + dot(tl.trans(rows), tile, PRECISION), feature_sum + tl.sum(summed, 0)
+        feature_sum, summed = feature_sum * falls[2], summed * falls[1][:, None]
+    return feature_sum + tl.sum(summed, 0)
+
+
+@jit
+def advanced(state, rows, tile, falls, PRECISION: tl.constexpr):
+    """The state after a chunk."""
+    if len(falls) > 0:
+        state, tile = state * falls[2], tile.to(tl.float32) * falls[1][:, None]
+    return state + dot(tl.trans(rows), tile, PRECISION)
 
 
 @jit

@@ -1,0 +1,110 @@
+"""Instructions of the Triton kernels of linear attention, counted in machine code that is compiled without a GPU.
+
+    python tests/triton_counts.py [--arch 100] [names of PROBLEMS ...]      # the table of docs/performance.md
+
+Counted is the largest loop of a kernel, which scans chunks, or all code of a kernel without a loop. The number per token
+and head is instructions of a warp times warps per program times programs per head, divided by tokens per chunk.
+"""
+
+import argparse
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_triton_compile import arguments, launches, problem
+from triton_aot import Resources, compilers, disassembled
+
+from isopos.feature_maps import elu1, identity, relu
+from isopos.ops.linear.triton_arguments import Sizes
+
+PROBLEMS = {  # kinds of maps, decay, denominator, feature map
+    "none": ((), False, "encoded", elu1),
+    "rope": (("rotation",), False, "plain", elu1),
+    "none, decay": ((), True, "encoded", elu1),
+    "retnet": (("rotation",), True, "plain", elu1),
+    "permuteformer": (("gather",), True, "encoded", relu),
+    "lrpe-unitary": (("reflection", "lift"), False, "plain", elu1),
+    "no features": ((), False, None, identity),
+    "no features, rope": (("rotation",), False, None, identity),
+    "no features, decay": ((), True, None, identity),
+    "no features, retnet": (("rotation",), True, None, identity),
+}
+
+
+class Counted(NamedTuple):
+    """A launch: its kernel, tokens per chunk, resources, instructions per token and head, and those of its loop by name."""
+
+    kernel: str
+    chunk: int
+    warps: int
+    used: Resources
+    each: float
+    loop: Counter[str]
+
+
+def loop_of(text: str) -> Counter[str]:
+    """Instructions by name in the largest loop of disassembled code, or in all of it."""
+    code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?)\s*;", text)]
+    jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said))]
+    last, first = max(
+        ((at, to) for at, to in jumps if to < at), key=lambda loop: loop[0] - loop[1], default=(code[-1][0], 0)
+    )
+    return Counter(re.sub(r"^@!?U?P\w+ ", "", said).split()[0] for at, said in code if first <= at <= last and said != "NOP")
+
+
+def counted(name: str, d: int, arch: int) -> list[Counted]:
+    """Counts of each launch of the forward and the backward pass of a problem."""
+    kinds, decay, denominator, phi = PROBLEMS[name]
+    sums, found = problem(torch.bfloat16, d, kinds, decay, denominator, phi=phi), []
+    with pytest.MonkeyPatch.context() as patch, compilers() as pool:
+        jobs = []
+        for kernel, given, constants in launches(patch, sums, arch, learned=False):
+            job, options = arguments(kernel, given, constants, arch)
+            sizes = next(x for x in given if isinstance(x, Sizes))
+            jobs.append((kernel, sizes, constants.get("C", 1), options, pool.submit(disassembled, *job, **options)))
+        for kernel, sizes, chunk, options, job in jobs:
+            (used, text), warps = job.result(), options.get("num_warps", 4)
+            loop, programs = loop_of(text), 1 if kernel == "quotients" else sizes.blocks
+            each = 0 if kernel == "scan" else loop.total() * warps * programs / chunk
+            found.append(Counted(kernel, chunk, warps, used, each, loop))
+    return found
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[*PROBLEMS])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--d", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--loops", action="store_true", help="print each launch with its most frequent instructions")
+    given = parser.parse_args()
+    print("| attention | d | launches | forward | backward | total | registers | spilled | shared, KiB |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, d in [(name, d) for name in given.names for d in given.d]:
+        found = counted(name, d, given.arch)
+        ends = next(n for n in range(1, len(found)) if found[n - 1].kernel == "outputs" != found[n].kernel)
+        forward, whole = sum(own.each for own in found[:ends]), sum(own.each for own in found)
+        most = [max(own.used[n] for own in found) for n in range(3)]
+        row = (
+            name,
+            d,
+            len(found),
+            f"{forward:.1f}",
+            f"{whole - forward:.1f}",
+            f"{whole:.1f}",
+            most[1],
+            most[2],
+            most[0] >> 10,
+        )
+        print("|", " | ".join(map(str, row)), "|", flush=True)
+        for own in found if given.loops else ():
+            print(
+                f"    {own.kernel} C={own.chunk} w={own.warps} {own.each:.1f} {own.used}",
+                *(f"{k}:{n}" for k, n in own.loop.most_common(40)),
+            )
+
+
+if __name__ == "__main__":
+    main()
