@@ -33,9 +33,25 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ("language", "Which one with softmax attention?", "softmax", {"newer-text": ("softmax",)}),
     (
         "language",
+        "Which one with linear attention, if positions may depend on tokens?",
+        "linear",
+        {"newer-content": ("linear",)},
+    ),
+    (
+        "language",
+        "Which one with softmax attention, if positions may depend on tokens?",
+        "softmax",
+        {"newer-content": ("softmax",)},
+    ),
+    (
+        "language",
         "Which one for windows longer than in training?",
         "",
-        {"lengths": ("4,096", "16,384"), "newer-text": ("linear, 4x", "decay, 4x", "softmax, 4x")},
+        {
+            "lengths": ("4,096", "16,384"),
+            "newer-text": ("linear, 4x", "decay, 4x", "softmax, 4x"),
+            "newer-content": ("linear, 4x", "softmax, 4x"),
+        },
     ),
     ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
     ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2",)}),

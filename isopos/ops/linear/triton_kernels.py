@@ -169,6 +169,44 @@ def _finish(
         tl.store(at, (total - written.to(tl.float32)).to(low.first.dtype.element_ty), mask=both)
 
 
+@jit
+def _of_sources(
+    targets,
+    sources,
+    place,
+    token,
+    ok,
+    first,
+    shape,
+    C: tl.constexpr,
+    X: tl.constexpr,
+    PHI: tl.constexpr,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Features of sources, which may share the table of targets; see `triton_tiles.features`."""
+    table = targets.table if sources.table is None else sources.table
+    return tiles.features(sources, table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
+
+
+@jit
+def _near(q, k, rows, summed, inside, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores inside a chunk, and those of a denominator."""
+    scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
+    of_denominator = scores
+    if DENOMINATOR == "plain":
+        of_denominator = tiles.dot(rows, tl.trans(summed), PRECISION) * inside
+    return scores, of_denominator
+
+
+@jit
+def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
+    """The total from the decayed state plus the sum over sources of the chunk."""
+    if len(falls) > 0:
+        total = total * falls[0][:, None]
+    return total + tiles.dot(weights, rows, PRECISION)
+
+
 @kernel
 def outputs(
     targets,
@@ -205,8 +243,7 @@ def outputs(
     ADD adds to existing sums and to `earlier` denominators. DIVIDE writes quotients.
     """
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
-    place, first = tiles.place_of(shape), shape.part * X
-    column = tiles.block_of(shape) * E + tl.arange(0, E)
+    place, first, column = tiles.place_of(shape), shape.part * X, tiles.block_of(shape) * E + tl.arange(0, E)
     state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
     HALVES: tl.constexpr = DENOMINATOR == "encoded" and PRECISION == "bf16"
     for i in range(shape.chunks):
@@ -219,22 +256,18 @@ def outputs(
             total = tiles.dot_halves(q, state, HALVES, PRECISION)
         else:
             rows = tiles.rounded(rows, PRECISION)
-            table = targets.table if sources.table is None else sources.table
-            k, summed = tiles.features(
-                sources, table, place, token, ok, first, shape.width, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
+            k, summed = _of_sources(
+                targets, sources, place, token, ok, first, shape, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
             )
             summed = summed if DENOMINATOR == "plain" else k
             tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
             feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
-            scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
-            near = scores
-            if DENOMINATOR == "plain":
-                near = tiles.dot(rows, tl.trans(summed), PRECISION) * inside
+            scores, near = _near(q, k, rows, summed, inside, DENOMINATOR, PRECISION)
             total = tiles.dot_halves(q, state, HALVES, PRECISION)
             if len(falls) > 0:
-                total, denominator = total * falls[0][:, None], denominator * falls[0]
-            total, denominator = total + tiles.dot(scores, tile, PRECISION), denominator + tl.sum(near, 1)
+                denominator *= falls[0]
+            total, denominator = _with_chunk(total, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
             state = tiles.advanced(state, k, tile, falls, PRECISION)
         _finish(
             out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
@@ -264,14 +297,6 @@ def quotients(grad, out, low, denominators, grad_sums, neg_grad, sizes, length, 
 
 
 @jit
-def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
-    """The total from the decayed state plus the sum over sources of the chunk."""
-    if len(falls) > 0:
-        total = total * falls[0][:, None]
-    return total + tiles.dot(weights, rows, PRECISION)
-
-
-@jit
 def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of scores, times the weights inside a chunk."""
     scores = tiles.dot(near, tl.trans(far), PRECISION)
@@ -291,14 +316,13 @@ def _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR: tl.con
 
 
 @jit
-def _down(before, inside, fed, falls, C: tl.constexpr, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of features for denominators: encoded ones before a chunk, unrotated ones with the chunk."""
-    down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
+def _down(before, inside, fed, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of features for denominators ``[C .]``: encoded ones before a chunk, unrotated ones with the chunk."""
     if DENOMINATOR == "plain":
-        down = _with_chunk(down, inside, fed, falls, PRECISION)
+        before = _with_chunk(before, inside, fed, falls, PRECISION)
     elif len(falls) > 0:
-        down *= falls[0][:, None]
-    return down
+        before *= falls[0][:, None]
+    return before
 
 
 @jit
@@ -424,11 +448,10 @@ def gradients(
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        before = summed
+        down = tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
         if sources.x is not None:
-            table = targets.table if sources.table is None else sources.table
-            y, plain = tiles.features(
-                sources, table, place, token, ok, first, shape.width, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
+            y, plain = _of_sources(
+                targets, sources, place, token, ok, first, shape, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
             )
             far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
@@ -446,9 +469,7 @@ def gradients(
             scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
             state = tiles.advanced(state, y, far, falls, PRECISION)
-            down = _down(before, inside, fed, falls, C, DENOMINATOR, PRECISION)
-        else:
-            down = tl.broadcast_to(before[None, :], (C, before.shape[0]))
+            down = _down(down, inside, fed, falls, DENOMINATOR, PRECISION)
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
