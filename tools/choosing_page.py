@@ -65,7 +65,9 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         {"horn-shift": ("MNIST, 4 px", "MNIST, 8 px")},
     ),
     ("scenes", "Which one for images of several cameras, with softmax attention?", "", {"newer-scenes": ("softmax",)}),
-    ("scenes", "Which one with linear attention?", "", {"newer-scenes": ("linear",)}),
+    ("scenes", "Which one for images of several cameras, with linear attention?", "", {"newer-scenes": ("linear",)}),
+    ("graphs", "Which one for nodes of graphs, with linear attention?", "", {"newer-graphs": ("linear",)}),
+    ("graphs", "Which one for nodes of graphs, with softmax attention?", "", {"newer-graphs": ("softmax",)}),
     ("series", "Which one for series with a day and a week?", "", {"newer-series": ("MAE, times", "MAE, rows")}),
     ("transduction", "Which one to copy, reverse or repeat a sequence?", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (

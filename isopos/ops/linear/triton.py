@@ -123,7 +123,7 @@ def config(
         chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
         warps = 8 if whole and features > far else 4
     chunk_of_gradients = chunk if not decays or (light and widest <= 64) else min(chunk, 32)
-    far_features, far_values = features if whole else min(far, features), min(far, values)
+    far_features, far_values = features if whole else min(far, features), min(far, 128, values)
     block = features
     if whole:
         far_values = min(far_values, max(TILE, (1 << 14 if precision == "bf16" else most) // features))
