@@ -81,7 +81,8 @@ def _scaled(function, factor):
 
     def run(*given, **named):
         found = function(*given, **named)
-        out = found[0] if isinstance(found, tuple) else given[-1] if found is None else found
+        written = [x for x in given if isinstance(x, torch.Tensor)]
+        out = found[0] if isinstance(found, tuple) else written[-1] if found is None else found
         out.mul_(factor() if callable(factor) else factor)
         return found
 
