@@ -124,6 +124,12 @@ def refuses_step(sums: Sums) -> str:
     return ""
 
 
+def check_gradient(grad: Tensor, q: Tensor) -> None:
+    """RuntimeError unless a gradient has numbers if queries have, as `FakeTensor`s of other modes have not."""
+    if isinstance(grad, FakeTensor) is not isinstance(q, FakeTensor):
+        raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
+
+
 class _Differentiable(torch.autograd.Function):
     """The sums of a kernel. Saves the operands and the tensors that the kernel returns."""
 
@@ -144,8 +150,7 @@ class _Differentiable(torch.autograd.Function):
         once("linear_attention", "isopos.attention.naive_linear_attention")
         saved = ctx.saved_tensors
         sums = with_operands(ctx.sums, saved[: ctx.count])
-        if isinstance(grads[0], FakeTensor) is not isinstance(sums.q, FakeTensor):
-            raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
+        check_gradient(grads[0], sums.q)
         with full_precision(sums.q.device):
             grad = grads[0] if sums.stream is None else grads
             kept = [x.contiguous() for x in saved[ctx.count :]]  # hooks of saved tensors may lay them out in other ways

@@ -14,7 +14,7 @@ from torch import Tensor
 from isopos.exact import once
 from isopos.ops import library
 from isopos.ops.library import KIND, Call, flat, view
-from isopos.ops.linear.autograd import needs, operands, with_operands
+from isopos.ops.linear.autograd import check_gradient, needs, operands, with_operands
 from isopos.ops.linear.cpu import CPU, CpuScan, Pass
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Sums
@@ -181,4 +181,5 @@ class _Planned(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         once("linear_attention", "isopos.attention.naive_linear_attention")
         saved, n = ctx.saved_tensors, ctx.count
+        check_gradient(grad, saved[0])
         return None, None, None, *ctx.plan.backward(saved[:n], saved[n:], grad, ctx.needs_input_grad[3:])
