@@ -68,7 +68,7 @@ def steps(cases=STEPS):
         sums, rows = "*fp32:16", "*fp32:16"
         signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}
         signature |= {"weights": "*fp32:16" if decays else None, "denominators": None}
-        signature |= {"heads": "i32", "n": "i32", "across": "i32"}
+        signature |= {"heads": "i32", "rows": "*i32:16", "length": "i32", "across": "i32"}
         way = ("elu+1", kind, half, False)
         constants = {"D": d, "W": w, "WP": power(w), "E": e, "EP": power(e), "C": min(power(d), 2048 // power(e))}
         constants |= {"OF_Q": way, "OF_K": way, "OF_V": ("identity", "none", False, half), "DECAYS": decays}
@@ -105,7 +105,7 @@ def test_a_barrier_stands_between_loads_and_stores_of_steps():
 
 
 def test_what_changes_from_call_to_call_compiles_nothing_again():
-    own = {"isopos.ops.linear.triton_step_kernel:step": ("n", "across")}
+    own = {"isopos.ops.linear.triton_step_kernel:step": ("length", "across")}
     own |= {
         f"isopos.ops.triton_rotate:{kernel}": ("tokens", "shared", "rows")
         for kernel in ("rotation_kernel", "rotation_vjp_kernel")
