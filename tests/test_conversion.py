@@ -239,9 +239,10 @@ LINE = "--data text.txt --length 16 --batch 2 --transfer-steps 4 --steps 4 --win
 
 
 @pytest.fixture
-def folder(isopos, tmp_path):
+def folder(isopos, tmp_path, capsys):
     """A model of bytes and a text."""
     FAMILIES["llama"].make(vocab_size=256, pad_token_id=None).save_pretrained("base")
+    capsys.readouterr()  # bars of transformers
     (tmp_path / "text.txt").write_text("one two three four five\n" * 40)
     return tmp_path
 
