@@ -133,7 +133,7 @@ def linear_attention(
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state, "group": group}
     problem = sharded.checked(check_linear, q, k, v, options, streams=return_state)
-    if call is not None and call.make(problem, sums_of(problem)) and (out := call.run()) is not None:
+    if call is not None and call.is_new and call.make(problem, sums_of(problem)) and (out := call.run()) is not None:
         return out
     out, after = attended(problem, q.dtype)
     return (out, after) if return_state else out

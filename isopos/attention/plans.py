@@ -42,17 +42,20 @@ class Planned:
         out = plan(self.inputs)
         return out if out is None or out.dtype is q.dtype else out.to(q.dtype)
 
-    def make(self, problem: LinearProblem, sums: Sums) -> bool:
-        """Plan calls like this one, whose problem was checked; returns whether there is a new plan."""
+    @property
+    def is_new(self) -> bool:
+        """Whether it is not known if calls like this one can have a plan."""
         libraries = library.libraries()[0]
-        if not libraries or gpu.interpreted() or _PLANS.get(self.key, (None, None))[0] is libraries:
-            return False
+        return bool(libraries) and not gpu.interpreted() and _PLANS.get(self.key, (None, None))[0] is not libraries
+
+    def make(self, problem: LinearProblem, sums: Sums) -> bool:
+        """Plan calls like this new one, whose problem was checked; returns whether there is a plan."""
         same = all(a is b for a, b in zip(sums.inputs, self.inputs, strict=False)) and problem.groups == 1
         serves = same and not problem.empty and next(each for each in linear.BACKENDS if not each.serves(sums)) is CPU
         if len(_PLANS) >= MOST:
             _PLANS.clear()
         plan = CpuPlan.of(sums) if serves else None
-        _PLANS[self.key] = libraries, plan
+        _PLANS[self.key] = library.libraries()[0], plan
         return plan is not None
 
 
