@@ -78,3 +78,6 @@ def test_positions_are_those_of_the_scheme_and_misfits_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             recipe.edit(scheme=scheme).task.check(recipe.edit(scheme=scheme))
+    far = recipe.edit(farthest=12)
+    with pytest.raises(ValueError, match="farthest: expected less than the 12 nodes, got 12"):
+        far.task.check(far)

@@ -85,6 +85,9 @@ def test_positions_are_those_of_the_scheme():
     without, poses = ready("prope", intrinsics=False)
     assert torch.equal(data.batch(recipe, 0)[0], poses.batch(without, 0)[0])
     assert not torch.equal(data.batch(recipe, 0)[1], poses.batch(without, 0)[1])
+    short = recipe.edit(scheme="learned:length=26")
+    with pytest.raises(ValueError, match="schemes: expected positions for 27 pixels, got learned:length=26"):
+        short.task.check(short)
     for scheme in ("ape-tree:branches=2", "clock", "rope-axial:axes=4"):
         recipe = Recipe(task=Scenes(side=3)).edit(scheme=scheme, **SIZES | {"model_dim": 32})
         with pytest.raises(ValueError, match="schemes: expected positions of cameras, of a line, or of a grid"):

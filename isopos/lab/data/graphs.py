@@ -19,7 +19,7 @@ def prepare(
     """For each split, from the cache or drawn: `NAME-vectors`, `NAME-pairs` and `NAME-labels`.
 
     They are the lowest eigenvectors of each graph ``[n nodes axes]``, two of its nodes ``[n 2]``, and their distance, at
-    most `farthest`, less one ``[n]``. All distances are equally likely.
+    most `farthest`, less one ``[n]``. Distances are equally likely, except ones beyond a graph.
     """
     from isopos.graphs import graph
 

@@ -56,6 +56,7 @@ class GraphDistance(PositionedTask):
         scheme = check_group(recipe, (Line, Product), self.where, length=self.vertices, field="vertices", remedy="fits")
         group = scheme.group
         require("schemes", recipe.scheme, f"positions {self.where}", group.columns == 1 or group.is_grid)
+        require("farthest", self.farthest, f"less than the {self.vertices} nodes", self.farthest < self.vertices)
         require(
             "vertices",
             self.vertices,

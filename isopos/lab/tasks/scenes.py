@@ -9,7 +9,7 @@ import numpy as np
 
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,8 +74,9 @@ class Scenes(PositionedTask):
         from isopos.lab.tasks.build import check_group
         from isopos.positions import Line, Product
 
-        scheme = check_group(recipe, (Line, Product), self.where, field="side", length=self.tokens, remedy="fits")
-        group = scheme.group
+        scheme = check_group(recipe, (Line, Product), self.where)
+        group, longest = scheme.group, scheme.max_length
+        require("schemes", recipe.scheme, f"positions for {self.tokens} pixels", longest is None or longest >= self.tokens)
         if not (_of_cameras(group) or group.columns == 1 or (group.is_grid and group.columns <= 3)):
             raise ValueError(f"schemes: expected positions {self.where}, got {recipe.scheme}, of a {group.noun}")
         return scheme
