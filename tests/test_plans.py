@@ -67,6 +67,15 @@ def test_equals_calls_without_a_plan_bit_for_bit(monkeypatch, runs, name, shape)
         runs.clear()
 
 
+def test_features_without_a_closed_form_have_no_plan(runs):
+    scheme = schemes.REGISTRY["lrpe-unitary"](16, 4, learned_basis=True)
+    (q, k, v), _ = inputs_of(4, 20, 16)  # heads, without a batch
+    given = scheme.at(sequence(20)) | {"causal": True}
+    out = linear_attention(q, k, v, **given)
+    torch.testing.assert_close(out, linear_attention(*(x.double() for x in (q, k, v)), **given).float())
+    assert not runs
+
+
 def test_learned_tables_and_other_layouts(monkeypatch, runs):
     scheme = schemes.REGISTRY["lrpe-unitary"](16, 4)
     learned = [parameter for parameter in scheme.parameters() if parameter.requires_grad]

@@ -73,8 +73,11 @@ class CpuPlan:
     def of(cls, sums: Sums) -> "CpuPlan | None":
         """The plan of a problem that the C kernel serves; None if it takes several scans, or tensors need a copy."""
         needed, tensors, (inputs, buffers) = needs(sums), operands(sums), sums.notes["operands"]
-        closed, plan = sums.notes["closed"], CPU.plan(sums, inputs)
-        if any(needed[3:5]) or not plan.whole or any(each is None or each.mask is not None for each in closed):
+        closed = sums.notes["closed"]
+        if any(needed[3:5]) or any(each is None or each.mask is not None for each in closed):
+            return None
+        plan = CPU.plan(sums, inputs)
+        if not plan.whole:
             return None
         scan, *others = CPU.scans(inputs, plan, sums.g, buffers, sums)
         if others or sums.denominator == "column":
