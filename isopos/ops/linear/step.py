@@ -1,5 +1,6 @@
 """Streams with PyTorch's operations: causal sums of the next tokens and the sums after them, with a graph or in place."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from isopos.ops.library import watched
 from isopos.ops.linear.autograd import refuses_step
 from isopos.ops.linear.division import clamp, divide
 from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums
+from isopos.ops.rotate import reflect
 from isopos.ops.slices import Slices
 
 __all__ = ["TorchSteps", "carry", "weighed"]
@@ -103,6 +105,8 @@ class TorchSteps:
         query, key = self.features = features
         shapes = {x.shape for x in self.inputs[:2]}
         self.alike = query.phi is key.phi and query.map is key.map and query.kinds is not None and len(shapes) == 1
+        promoted = (query.dtype or self.inputs[0].dtype) == self.dtype
+        self.mapped = _by_row(query, self.dtype) if self.alike and promoted else None
         self.weights = None if weights is None else weights.view(-1, *self.leading, 1, 1)
         self.fades = weights is not None and bool((weights == 0).any())
 
@@ -135,13 +139,55 @@ class TorchSteps:
 
     def _features(self, q: Tensor, k: Tensor, n: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Features of queries and of keys, computed together if both have the same map."""
-        token, query, key = Slices((), slice(None), slice(n, n + 1)), *self.features
+        token, (query, key) = Slices((), slice(None), slice(n, n + 1)), self.features
         if not self.alike:
             return query.part(token)(q), key.part(token)(k)
-        both = query.part(token)(torch.stack((q, k)))
+        both = torch.stack((q, k))
+        if self.mapped is None:
+            both = query.part(token)(both)
+        else:
+            plain = query.phi(both if both.dtype is self.dtype else both.to(self.dtype))
+            both = self.mapped(plain, n), plain
         return tuple(x[0] for x in both), tuple(x[1] for x in both)
 
     def _fade(self, weight: Tensor) -> None:
         """Multiply the sums by a weight; weight 0 gives 0, even for NaN."""
         for state in self.sums:
             state.copy_(torch.where(weight == 0, 0, state * weight)) if self.fades else state.mul_(weight)
+
+
+def _by_row(features: Features, dtype: torch.dtype) -> Callable[[Tensor, int], Tensor] | None:
+    """Maps phi(x) of one token by row n of the tables; None if the map has no closed form, or other dtypes meet."""
+    if (closed := features.closed()) is None:
+        return None
+    kind, table, normal = closed
+    if any(x is not None and x.is_floating_point() and x.dtype != dtype for x in (table, normal)):
+        return None
+    if table is None:
+        by_table = None
+    elif kind == "gather":
+        by_table = functools.partial(_gathered, table.to(torch.int64))
+    elif kind == "lift":
+        by_table = functools.partial(_lifted, *table.unbind(-1))
+    else:
+        by_table = functools.partial(_rotated, torch.view_as_complex(table.contiguous()))
+    if normal is None:
+        return by_table or (lambda x, n: x)
+    return lambda x, n: reflect(x, normal) if by_table is None else by_table(reflect(x, normal), n)
+
+
+def _gathered(index: Tensor, x: Tensor, n: int) -> Tensor:
+    return x.gather(-1, _row(index, n).expand(x.shape))
+
+
+def _lifted(cos: Tensor, sin: Tensor, x: Tensor, n: int) -> Tensor:
+    return torch.cat((x * _row(cos, n), x * _row(sin, n)), -1)
+
+
+def _rotated(turns: Tensor, x: Tensor, n: int) -> Tensor:
+    return torch.view_as_real(torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * _row(turns, n)).flatten(-2)
+
+
+def _row(x: Tensor, n: int) -> Tensor:
+    """Row n of x ``[... t .]``, or the only one."""
+    return x if x.shape[-2] == 1 else x.narrow(-2, n, 1)
