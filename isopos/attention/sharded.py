@@ -29,8 +29,6 @@ from isopos.ops.linear.window import within
 from isopos.parallel import Shards
 from isopos.terms import Clipped, Numbers
 
-__all__ = ["checked", "softmax_problem", "totals"]
-
 
 def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
     """The checked problem; content-dependent phases continue from the previous shards."""

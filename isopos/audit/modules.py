@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from isopos.audit.subject import Subject, relative_error
 
-__all__ = ["ModuleSubject"]
-
 NAMES = {
     "positions": ("positions", "position_ids"),
     "mask": ("mask", "attention_mask"),

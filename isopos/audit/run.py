@@ -17,8 +17,6 @@ from isopos.audit.checks import CHECKS
 from isopos.audit.report import Finding, Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
 
-__all__ = ["audit", "audited"]
-
 FILES = ("tables", "encoding", "calls", "streams", "learning")
 for _file in FILES:
     importlib.import_module(f"isopos.audit.{_file}")

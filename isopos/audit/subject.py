@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ABILITIES", "Rotary", "Skip", "Subject", "relative_error", "traced"]
-
 ABILITIES = {
     "positions": "its call takes no positions",
     "mask": "its call takes no mask",

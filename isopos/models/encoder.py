@@ -10,9 +10,6 @@ from isopos.deprecation import renamed_argument
 from isopos.models.blocks import Options, Schemes, Trunk
 from isopos.parallel import shards
 
-__all__ = ["Classifier", "Encoder", "PairClassifier"]
-
-
 POOLINGS = ("mean", "first")
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from isopos.audit.subject import Rotary, Subject, relative_error
 
-__all__ = ["TransformersSubject", "loaded", "subjects", "tokens_of"]
-
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
 DECLARED = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from isopos.integrations.transformers.rotary import tables
 from isopos.scheme import Scheme
 
-__all__ = ["Absolute", "Sinusoids"]
-
 
 class _Replacement(nn.Module):
     """A module that computes vectors of positions by a scheme.

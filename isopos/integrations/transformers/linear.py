@@ -13,8 +13,6 @@ from isopos.attention import linear_attention, softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
 from isopos.integrations.transformers.states import state_class
 
-__all__ = ["LinearLayer", "Window", "mask_of_keys"]
-
 MASK = (
     "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
     "linear attention hold all keys before"

@@ -16,8 +16,6 @@ from isopos.encodings import Coupling, Identity, InBasis, Partial, Rotary
 from isopos.positions import grid
 from isopos.scheme import Scheme
 
-__all__ = ["Angles", "Tables", "Unrotated", "is_rotation", "measured", "of_type", "rotary_modules", "rotations", "tables"]
-
 FREQUENCIES = re.compile(r"^(.+_)?inv_freq$")
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "halves": lambda cos, sin: (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 else:
     CacheLayerMixin = object  # until the class is made
 
-__all__ = ["StateLayer", "state_class"]
-
 
 def __getattr__(name: str) -> Any:
     if name != "StateLayer":

@@ -41,8 +41,6 @@ from isopos.integrations.transformers.reading import head_dim, heads_of
 from isopos.integrations.transformers.rotary import Angles, Unrotated, is_rotation, measured
 from isopos.scheme import Linear, Scheme
 
-__all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each"]
-
 ABSENT = ...  # one object, also in copies
 
 

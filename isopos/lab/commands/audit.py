@@ -11,8 +11,6 @@ from rich.console import Console
 from isopos.lab.commands.check import UNMEASURED
 from isopos.lab.runs.files import printable
 
-__all__ = ["Options", "run"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -35,8 +35,6 @@ from isopos.lab.data.tokenizers import Bytes, Tokenizer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SPLITS", "Corpus", "load_corpus"]
-
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.corpora.load_corpus"})
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache

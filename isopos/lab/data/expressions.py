@@ -28,22 +28,6 @@ from isopos.lab.data.splits import Splits, stored
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "CLOSE",
-    "NUMBERS",
-    "OPERATORS",
-    "TOKENS",
-    "Expression",
-    "encode",
-    "evaluate",
-    "generate",
-    "read_expressions",
-    "splits_of",
-    "to_text",
-    "tree_nodes",
-    "write",
-]
-
 __getattr__ = renamed(__name__, {"read": "isopos.lab.data.expressions.read_expressions"})
 
 

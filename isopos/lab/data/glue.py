@@ -28,8 +28,6 @@ from isopos.lab.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load_glue", "phrases", "read_glue", "subset_of"]
-
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.glue.load_glue"})
 
 HIGHEST = 5  # score

@@ -27,8 +27,6 @@ from isopos.lab.data.sources import Source, find_source, hub_images
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ImageDataset", "digits", "read_images"]
-
 __getattr__ = renamed(
     __name__, {"Pictures": "isopos.lab.data.images.ImageDataset", "read": "isopos.lab.data.images.read_images"}
 )

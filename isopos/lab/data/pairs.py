@@ -20,8 +20,6 @@ from isopos.lab.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["load_pairs", "pair_source", "read_pairs", "sequences", "split_keys", "table_names", "table_pairs"]
-
 __getattr__ = renamed(
     __name__, {"load_texts": "isopos.lab.data.pairs.load_pairs", "read_texts": "isopos.lab.data.pairs.read_pairs"}
 )

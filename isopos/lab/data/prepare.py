@@ -17,18 +17,6 @@ from isopos.lab.data.tokenizers import KINDS, Bytes, Tokenizer, learn, load_toke
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "SPLITS",
-    "OnProgress",
-    "Preparation",
-    "cached_survey",
-    "check_tokenizer",
-    "named_split",
-    "preparing",
-    "progress_bars",
-    "split_rule",
-]
-
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 CACHE_VERSION = 1
 

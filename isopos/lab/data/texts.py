@@ -23,8 +23,6 @@ from isopos.lab.data.tokenizers import Tokenizer, learn
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Texts", "load_texts"]
-
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.texts.load_texts"})
 
 WORDS, EACH = 7, 1.5  # words of an example text, and how often a word of the reference occurs in them

@@ -27,8 +27,6 @@ from isopos.lab.data.splits import Splits, stored
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
-
 Operation = Literal["copy", "rotation", "c3", "ops"]
 ACTIONS = ("extract", "flip-extract", "truncate", "no-op")
 MOST = 1 << 14  # nodes of the largest random tree

@@ -26,8 +26,6 @@ from isopos.trees import Unread, read
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["NODE", "UNKNOWN", "TreeDataset", "load_trees", "loads", "to_text"]
-
 __getattr__ = renamed(
     __name__, {"Bank": "isopos.lab.data.treebank.TreeDataset", "load": "isopos.lab.data.treebank.load_trees"}
 )

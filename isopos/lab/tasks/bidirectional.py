@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["Bidirectional", "RandomTokens"]
-
-
 @dataclass(frozen=True)
 class Bidirectional(PositionedTask):
     """Random tokens for a bidirectional model."""

@@ -23,8 +23,6 @@ from isopos.spec import split_spec
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Conversion", "Converted", "Pretrained", "Windows", "read_model"]
-
 
 @dataclass(frozen=True)
 class Conversion(Task):

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.arrays import Arrays
 
-__all__ = ["Glue", "GlueSamples"]
-
 FIGURES = {
     "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
     "matthews": Metric("Matthews", "matthews", "higher", note="Matthews: correlation of labels"),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.arrays import Arrays
 
-__all__ = ["GraphDistance", "GraphSamples"]
-
 
 @dataclass(frozen=True)
 class GraphDistance(PositionedTask):

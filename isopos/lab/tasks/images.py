@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.images import ImageDataset
 
-__all__ = ["ImageSamples", "Images"]
-
 __getattr__ = renamed(__name__, {"Album": "isopos.lab.tasks.images.ImageSamples"})
 
 CROP = 8  # training images are shifted by at most 1 / CROP of a side

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.corpora import Corpus
 
-__all__ = ["Language", "Text", "TextTask", "Windows"]
-
 NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-__all__ = ["Expressions", "ListOps"]
-
 RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # built-in expressions
 COUNTS = (10_000, 1000, 1000)
 HELD_OUT = 2000  # largest held-out split of other random expressions; they are a twelfth each, too

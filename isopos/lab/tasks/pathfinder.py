@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.arrays import Arrays
 
-__all__ = ["Pathfinder", "PathfinderSamples"]
-
 __getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
 GREYS = 256

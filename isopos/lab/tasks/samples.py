@@ -14,8 +14,6 @@ from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, evalu
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Labelled", "Samples", "accuracy", "majority", "on_line_or_tree", "padded"]
-
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
 PAIRS = 1 << 21  # largest number of scores per head scored at once

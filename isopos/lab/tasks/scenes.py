@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from isopos.lab.data.arrays import Arrays
     from isopos.positions import Group
 
-__all__ = ["SceneSamples", "Scenes"]
-
 
 @dataclass(frozen=True)
 class Scenes(PositionedTask):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from isopos.lab.data.texts import Texts
     from isopos.lab.data.tokenizers import Tokenizer
 
-__all__ = ["LabelledTexts", "TextClasses", "TextSamples", "cut_longer"]
-
 SHOWN = 300  # characters of a text in a report
 SPECIAL = 2  # tokens added to the tokenizer: the separator of two texts, and the class token
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.treebank import TreeDataset
 
-__all__ = ["LabelledTrees", "TreeClasses"]
-
 SHOWN = 300  # characters of a tree in a report
 WORDS = "words.json"
 
