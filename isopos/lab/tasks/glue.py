@@ -52,6 +52,7 @@ class Glue(PositionedTask):
     edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
     unit = "rows"
     counted = "rows"
+    in_shards = True
     limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
     inferred = ("subset", "vocabulary")
     groups, where, bound = ("Line",), "on a line, which text has", ("length", "cuts texts there")
@@ -93,9 +94,6 @@ class Glue(PositionedTask):
                 f"got others; give --seed {before.seed}, or choose such options of the scheme in both"
             )
         return folder
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)

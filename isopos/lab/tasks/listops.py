@@ -50,6 +50,7 @@ class ListOps(PositionedTask):
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
     counted = "expressions"
+    in_shards = True
     limits = (
         (("longest", "branches", "validation_rows", "shortest"), 0, 10**9),
         ("depth", 1, 50),
@@ -76,9 +77,6 @@ class ListOps(PositionedTask):
         """Settings of random expressions that differ from the built-in ones."""
         values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
         return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", len(TOKENS), 10)

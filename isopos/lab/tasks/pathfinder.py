@@ -41,6 +41,7 @@ class Pathfinder(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "pictures"
     counted = "pictures"
+    in_shards = True
     limits = (
         ("side", 8, 1024),
         ("dashes", 1, 1000),
@@ -56,9 +57,6 @@ class Pathfinder(PositionedTask):
     @property
     def fits(self) -> dict[str, object]:
         return {"length": self.side**2, "reach": self.side**2}
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", GREYS, 2)

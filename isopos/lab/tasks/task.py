@@ -187,6 +187,7 @@ class Task(ABC):
     inferred: ClassVar[tuple[str, ...]] = ()  # fields that are inferred from the data if they are 0
     settled: ClassVar[tuple[str, ...]] = ()  # earlier name of `inferred`
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields and options of a `View` that can be chosen
+    in_shards: ClassVar[bool] = False  # whether `Data.shard` cuts samples of any length
 
     def __init_subclass__(cls) -> None:
         _earlier_names(cls, {"settled": "inferred", "anew": "reinitialised"})
@@ -217,10 +218,11 @@ class Task(ABC):
 
     def check_sequence_parallel(self, recipe: "Recipe") -> None:
         """ValueError unless several processes can hold one sample together, by `Data.shard`; by default they cannot."""
-        raise ValueError(
-            f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of tokens, "
-            f"got {recipe.training.sequence_parallel}; language, masked, classes and series have"
-        )
+        if not self.in_shards:
+            raise ValueError(
+                f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of "
+                f"tokens, got {recipe.training.sequence_parallel}; language, masked, classes and series have"
+            )
 
     def origin(self, recipe: "Recipe") -> Path | None:
         """The folder of a finished run for a warm start: its weights are the initial weights, except for `reinitialised`.

@@ -48,6 +48,7 @@ class TextClasses(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "texts"
     counted = "texts"
+    in_shards = True
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     inferred = ("vocabulary", "classes")
     groups, where, bound = ("Line",), "on a line, which text has", ("longest", "cuts texts there")
@@ -62,9 +63,6 @@ class TextClasses(PositionedTask):
         if self.pairs == "towers" and not self.pair:
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
         return super().check(recipe)
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
 
     def model(self, recipe: Recipe) -> Any:
         kind = "PairClassifier" if self.pairs == "towers" else "Classifier"

@@ -47,6 +47,7 @@ class TreeClasses(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "trees"
     counted = "trees"
+    in_shards = True
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
     groups, where = ("Line", "Tree"), "in a tree or on a line"
@@ -58,9 +59,6 @@ class TreeClasses(PositionedTask):
     def check(self, recipe: Recipe) -> Sequence[str]:
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", self.vocabulary or 256, self.classes or 2)
