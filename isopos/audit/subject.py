@@ -163,6 +163,14 @@ class Subject(ABC):
         return relative_error(self.call(module, changed)[:, 1:], self.call(module, tokens)[:, 1:])
 
     @torch.no_grad()
+    def sees_later(self) -> bool:
+        """Whether a change of the last token changes an output before it."""
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        got, want = (self.call(self.exact, a)[:, :-1] for a in (changed, tokens))
+        return relative_error(got, want) >= 1e-6
+
+    @torch.no_grad()
     def outputs(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Outputs of the exact copy ``[b t v]``."""
         return self.call(self.exact, tokens, positions, mask)
