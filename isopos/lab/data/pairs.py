@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
@@ -16,9 +17,6 @@ from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
 from isopos.lab.data.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __getattr__ = renamed(
     __name__, {"load_texts": "isopos.lab.data.pairs.load_pairs", "read_texts": "isopos.lab.data.pairs.read_pairs"}
@@ -113,7 +111,7 @@ def load_pairs(
     languages: str,
     tokenizer: str | Tokenizer,
     vocabulary: int | None = None,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> tuple[Splits[tuple[np.ndarray, np.ndarray]], Tokenizer]:
     """Tokens of the pairs of `read_pairs`, prepared once, then memory-mapped; and their tokenizer.
 

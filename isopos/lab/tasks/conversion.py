@@ -8,20 +8,18 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 from isopos.lab.data import corpora
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, evaluation, require
 from isopos.spec import split_spec
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Conversion(Task):
     def reinitialised(self, recipe: Recipe) -> tuple[str, ...]:
         return ()
 
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Windows":
+    def load(self, recipe: Recipe, console: Console | None = None, run: Path | None = None) -> "Windows":
         chosen = "bytes" if self.tokenizer == "bytes" else Pretrained(Path(self.source))
         return Windows(self, corpora.load_corpus(self.data, self.length, tokenizer=chosen, console=console))
 
