@@ -76,17 +76,21 @@ class Tables:
         return FORMS[self.form](cos.to(dtype), sin.to(dtype))
 
 
-class Angles(nn.Module):
-    """A rotary module with the angles of a scheme.
+class _Replaced(nn.Module):
+    """A module in place of a rotary module.
 
     Args:
-        scheme: A scheme that `Tables.take` accepts, or a ModuleDict with one scheme per layer type.
+        scheme: A scheme, or a ModuleDict with one scheme per layer type.
         tables: Properties of the replaced module.
     """
 
     def __init__(self, scheme: nn.Module, tables: Tables):
         super().__init__()
         self.scheme, self.tables = scheme, tables
+
+
+class Angles(_Replaced):
+    """A rotary module with the angles of a scheme that `Tables.take` accepts."""
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None) -> Any:
         """Tables at positions for features x, or for the patches of images x."""
@@ -95,12 +99,8 @@ class Angles(nn.Module):
         return self.tables.made(table[..., 0], table[..., 1], x.dtype)
 
 
-class Unrotated(nn.Module):
+class Unrotated(_Replaced):
     """A rotary module that rotates nothing, for models whose attention is ours and applies the scheme."""
-
-    def __init__(self, scheme: nn.Module, tables: Tables):
-        super().__init__()
-        self.scheme, self.tables = scheme, tables
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Tables of angle 0 for all positions."""
@@ -173,7 +173,8 @@ def measured(old: Any) -> Tables:
         probe: Any = type(old)(config).eval()
         types = sorted(set(getattr(config, "layer_types", None) or ())) if "layer_type" in takes else ()
         types = tuple(one for one in types if hasattr(probe, f"{one}_inv_freq"))
-        patch = _pair(config.patch_size) if "pixel_values" in takes else None
+        size = config.patch_size if "pixel_values" in takes else ()
+        patch: Any = ((size, size) if isinstance(size, int) else tuple(size)) or None
         options = {"layer_type": types[0]} if types else {}
 
         def call(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -219,7 +220,3 @@ def _rotated(old: Any) -> tuple[bool, bool]:
 
 def _first(tables: Any) -> Tensor:
     return tables if isinstance(tables, Tensor) else tables[0]
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
