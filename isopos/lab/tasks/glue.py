@@ -124,8 +124,6 @@ class Glue(PositionedTask):
 class GlueSamples(TextSamples):
     """Rows of a task of GLUE."""
 
-    unit = "rows"
-
     def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
         self.kind, self.name, self.end = task.kind, task.data or "built-in phrases", tokenizer.encode("\n")
         splits = [split for split in SPLITS if arrays.facts["rows"][split]]

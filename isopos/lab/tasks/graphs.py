@@ -81,17 +81,12 @@ class GraphDistance(PositionedTask):
 class GraphSamples(Labelled):
     """Graphs with two marked nodes, for training and evaluation."""
 
-    unit = "graphs"
-
     def __init__(self, task: GraphDistance, arrays: "Arrays"):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.vertices) for split, rows in labels.items()}
         self.name = "points of a square and their neighbours, drawn"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} graphs of {task.vertices} nodes"
-
-    def labels(self, split: str) -> np.ndarray:
-        return self.arrays[f"{split}-labels"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, 1 at marked nodes; eigenvectors ``[b t c]``, or numbers of nodes ``[t 1]``; classes ``[b]``."""

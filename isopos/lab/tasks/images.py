@@ -155,7 +155,6 @@ class Images(PositionedTask):
 class ImageSamples(Labelled):
     """Images for training and evaluation."""
 
-    unit = "images"
     shift = 0  # pixels by which scored images are moved: right, down, left and up in turn
 
     def __init__(self, task: Images, pictures: "ImageDataset"):

@@ -95,8 +95,6 @@ class ListOps(PositionedTask):
 class Expressions(Labelled):
     """Expressions for training and evaluation."""
 
-    unit = "expressions"
-
     def __init__(self, task: ListOps, expressions: Splits[Expression]):
         self.task, self.rows, self.name = task, expressions.splits, task.data or "built-in"
         self.sha256, self.limit = self._hash(), task.validation_rows

@@ -75,17 +75,12 @@ class Pathfinder(PositionedTask):
 class PathfinderSamples(Labelled):
     """Pictures for training and evaluation."""
 
-    unit = "pictures"
-
     def __init__(self, task: Pathfinder, arrays: "Arrays"):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.side**2) for split, rows in labels.items()}
         self.name = f"Pathfinder, {task.side} x {task.side}"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
-
-    def labels(self, split: str) -> np.ndarray:
-        return self.arrays[f"{split}-labels"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""

@@ -14,6 +14,8 @@ from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, evalu
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from isopos.lab.data.arrays import Arrays
+
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
 PAIRS = 1 << 21  # largest number of scores per head scored at once
@@ -169,9 +171,16 @@ class Samples(Data):
 class Labelled(Samples):
     """Samples with a class each, or several: the last of their tensors, ``[b]`` or ``[b n]``."""
 
-    @abstractmethod
+    task: Any
+    arrays: "Arrays"
+
+    @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.task.counted
+
     def labels(self, split: str) -> np.ndarray:
-        """The class of each sample of a split ``[n]``, or its classes."""
+        """The class of each sample of a split ``[n]``, or its classes: by default the array SPLIT-labels."""
+        return self.arrays[f"{split}-labels"]
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F

@@ -93,8 +93,6 @@ class Scenes(PositionedTask):
 class SceneSamples(Labelled):
     """Rooms for training and evaluation: known views, and the view that is to be predicted, which comes last."""
 
-    unit = "rooms"
-
     def __init__(self, task: Scenes, arrays: "Arrays"):
         self.task, self.arrays, self.sha256, self.name = task, arrays, arrays.sha256, "rooms with tiles, drawn"
         counts = {split: len(arrays[f"{split}-focal"]) for split in ("train", "validation", "test")}

@@ -146,8 +146,6 @@ def cut_longer(lengths: np.ndarray, room: int, favoured: int) -> np.ndarray:
 class LabelledTexts(TextSamples):
     """Texts for training and evaluation."""
 
-    unit = "texts"
-
     def __init__(self, task: TextClasses, texts: "Texts"):
         super().__init__(task, texts.arrays, texts.tokenizer, texts.each, ("train", "validation", "test"))
         self.dataset, self.name, self.sha256 = texts, texts.name, texts.arrays.sha256

@@ -75,8 +75,6 @@ class TreeClasses(PositionedTask):
 class LabelledTrees(Labelled):
     """Trees for training and evaluation."""
 
-    unit = "trees"
-
     def __init__(self, task: TreeClasses, dataset: "TreeDataset"):
         self.task, self.dataset = task, dataset
         self.name, self.sha256, self.limit = dataset.name, dataset.arrays.sha256, task.validation_rows
