@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos import catalog
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load_glue, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
@@ -20,8 +21,6 @@ from isopos.lab.tasks.text import TextSamples, cut_longer
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
 
 FIGURES = {
     "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
@@ -124,7 +123,7 @@ class Glue(PositionedTask):
 class GlueSamples(TextSamples):
     """Rows of a task of GLUE."""
 
-    def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
+    def __init__(self, task: Glue, arrays: Arrays, tokenizer: Tokenizer):
         self.kind, self.name, self.end = task.kind, task.data or "built-in phrases", tokenizer.encode("\n")
         splits = [split for split in SPLITS if arrays.facts["rows"][split]]
         super().__init__(task, arrays, tokenizer, len(self.kind.texts), splits)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data import graphs
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Recipe, require
@@ -14,8 +17,6 @@ from isopos.lab.tasks.task import Recipe, require
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,6 @@ class GraphDistance(PositionedTask):
         return self.build(recipe, "Classifier", 2, self.farthest)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GraphSamples":
-        from isopos.lab.data import graphs
-        from isopos.lab.data.prepare import progress_bars
-
         tenth = self.graphs // 10
         counts = (self.graphs - 2 * tenth, tenth, tenth)
         with progress_bars(console) as progressing:
@@ -81,7 +79,7 @@ class GraphDistance(PositionedTask):
 class GraphSamples(Labelled):
     """Graphs with two marked nodes, for training and evaluation."""
 
-    def __init__(self, task: GraphDistance, arrays: "Arrays"):
+    def __init__(self, task: GraphDistance, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.vertices) for split, rows in labels.items()}

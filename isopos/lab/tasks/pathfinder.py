@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.deprecation import renamed
+from isopos.lab.data import pathfinder
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Recipe
@@ -15,8 +18,6 @@ from isopos.lab.tasks.task import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
 
 __getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
@@ -62,9 +63,6 @@ class Pathfinder(PositionedTask):
         return self.build(recipe, "Classifier", GREYS, 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "PathfinderSamples":
-        from isopos.lab.data import pathfinder
-        from isopos.lab.data.prepare import progress_bars
-
         tenth = self.pictures // 10
         counts = (self.pictures - 2 * tenth, tenth, tenth)
         with progress_bars(console) as progressing:
@@ -75,7 +73,7 @@ class Pathfinder(PositionedTask):
 class PathfinderSamples(Labelled):
     """Pictures for training and evaluation."""
 
-    def __init__(self, task: Pathfinder, arrays: "Arrays"):
+    def __init__(self, task: Pathfinder, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.side**2) for split, rows in labels.items()}

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.labelled import similar_classes
 from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
 
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
@@ -172,7 +171,7 @@ class Labelled(Samples):
     """Samples with a class each, or several: the last of their tensors, ``[b]`` or ``[b n]``."""
 
     task: Any
-    arrays: "Arrays"
+    arrays: Arrays
 
     @property
     def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

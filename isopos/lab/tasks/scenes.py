@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data import scenes
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled
 from isopos.lab.tasks.task import Metric, Recipe, require
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.data.arrays import Arrays
     from isopos.positions import Group
 
 
@@ -84,8 +85,6 @@ class Scenes(PositionedTask):
         return self.build(recipe, "Encoder", self.colours + 1)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "SceneSamples":
-        from isopos.lab.data import scenes
-
         counts = (self.scenes, self.held_out, self.held_out)
         return SceneSamples(self, scenes.prepare(0, counts, self.context + 1, self.side, self.tiles, self.colours))
 
@@ -93,7 +92,7 @@ class Scenes(PositionedTask):
 class SceneSamples(Labelled):
     """Rooms for training and evaluation: known views, and the view that is to be predicted, which comes last."""
 
-    def __init__(self, task: Scenes, arrays: "Arrays"):
+    def __init__(self, task: Scenes, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.name = task, arrays, arrays.sha256, "rooms with tiles, drawn"
         counts = {split: len(arrays[f"{split}-focal"]) for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(count, task.tokens) for split, count in counts.items()}

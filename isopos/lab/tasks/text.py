@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.texts import Texts, load_texts
+from isopos.lab.data.tokenizers import Tokenizer, tokenizer_arguments
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
 from isopos.lab.tasks.task import Recipe
@@ -16,10 +19,6 @@ from isopos.lab.tasks.task import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
-
-    from isopos.lab.data.arrays import Arrays
-    from isopos.lab.data.texts import Texts
-    from isopos.lab.data.tokenizers import Tokenizer
 
 SHOWN = 300  # characters of a text in a report
 SPECIAL = 2  # tokens added to the tokenizer: the separator of two texts, and the class token
@@ -69,12 +68,9 @@ class TextClasses(PositionedTask):
         return self.build(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTexts":
-        from isopos.lab.data import texts
-        from isopos.lab.data.tokenizers import tokenizer_arguments
-
         columns = (self.column, self.pair) if self.pair else (self.column,)
         chosen = tokenizer_arguments(self.tokenizer, self.vocabulary, run)
-        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **chosen, console=console))
+        return LabelledTexts(self, load_texts(self.data, columns, self.label, **chosen, console=console))
 
 
 class TextSamples(Labelled):
@@ -88,7 +84,7 @@ class TextSamples(Labelled):
         splits: Names of the splits.
     """
 
-    def __init__(self, task: Any, arrays: "Arrays", tokenizer: "Tokenizer", each: int, splits: Sequence[str]):
+    def __init__(self, task: Any, arrays: Arrays, tokenizer: Tokenizer, each: int, splits: Sequence[str]):
         self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
         every = {split: arrays.lengths(split).reshape(-1, each) for split in splits}
         self.kept = {split: self.fitted(lengths) for split, lengths in every.items()}  # tokens of each text [samples each]
@@ -146,7 +142,7 @@ def cut_longer(lengths: np.ndarray, room: int, favoured: int) -> np.ndarray:
 class LabelledTexts(TextSamples):
     """Texts for training and evaluation."""
 
-    def __init__(self, task: TextClasses, texts: "Texts"):
+    def __init__(self, task: TextClasses, texts: Texts):
         super().__init__(task, texts.arrays, texts.tokenizer, texts.each, ("train", "validation", "test"))
         self.dataset, self.name, self.sha256 = texts, texts.name, texts.arrays.sha256
         self.exact, self.adopted = {"classes": len(texts.classes)}, {"vocabulary": self.tokenizer.size}

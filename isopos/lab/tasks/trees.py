@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.runs.files import read_json, write_text
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy, majority, on_line_or_tree
 from isopos.lab.tasks.task import Recipe, require
@@ -65,7 +66,6 @@ class TreeClasses(PositionedTask):
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
         from isopos.lab.data import treebank
-        from isopos.lab.runs.files import read_json
 
         words = read_json(run / WORDS, list[str], "put it right; a run cannot be read without its words") if run else ()
         choice: dict[str, Any] = {"inner": self.inner, "vocabulary": self.vocabulary, "words": words}
@@ -118,6 +118,4 @@ class LabelledTrees(Labelled):
         return examples
 
     def save(self, folder: Path) -> None:
-        from isopos.lab.runs.files import write_text
-
         write_text(folder / WORDS, json.dumps(self.dataset.words) + "\n")
