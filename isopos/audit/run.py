@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from isopos.audit.checks import CHECKS
+from isopos.audit.modules import ModuleSubject
 from isopos.audit.report import Finding, Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
 
@@ -121,8 +122,6 @@ def _subjects(
         from isopos.integrations.transformers import audited as theirs
 
         return type(model).__name__, theirs.subjects(model, type(model).__name__)
-    from isopos.audit.modules import ModuleSubject
-
     return type(model).__name__, [("", ModuleSubject.of(model, call, example, relative, causal))]
 
 
