@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 from isopos.integrations.transformers.saving import described, made
 from isopos.integrations.transformers.states import StateLayer
@@ -190,8 +191,6 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
             others: ``position_ids`` of these tokens ``[b t]``, no named parameter since ``generate`` would then give the
                 same position to all padding; and arguments of the loss, such as ``num_items_in_batch``.
         """
-        from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
-
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             value = others.pop(name, None)
             if value is not None and value is not False:

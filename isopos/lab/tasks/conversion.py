@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from isopos.lab.data import corpora
 from isopos.lab.data.tokenizers import Tokenizer
+from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, evaluation, require
+from isopos.scheme import Scheme
 from isopos.spec import split_spec
 
 
@@ -100,8 +102,6 @@ class Converted(nn.Module):
     @property
     def scheme(self) -> Any:
         """The scheme of linear attention."""
-        from isopos.scheme import Scheme
-
         return next(module for module in self.student.modules() if isinstance(module, Scheme))
 
     @property
@@ -201,8 +201,6 @@ def read_model(folder: Path) -> Any:
     Raises:
         ValueError: If there is none, or one that has a scheme of isopos or linear attention already.
     """
-    from isopos.lab.runs.files import read_json
-
     try:
         config = read_json(folder / "config.json", dict[str, Any], "save the model again")
     except OSError:
