@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["CATALOG", "Entry", "at_least", "closest", "expect", "own_module"]
-
 
 class Entry(NamedTuple):
     """Description of a scheme. Properties that can be measured are not here but in docs/schemes.md."""

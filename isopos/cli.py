@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Union
 
-__all__ = ["main"]
-
 COMMANDS = (
     *("compare", "table", "train", "list", "recommend", "check", "audit", "show"),
     *("eval", "report", "runs", "generate", "export", "tables", "convert", "bench"),

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["former_argument", "former_property", "renamed", "renamed_argument"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

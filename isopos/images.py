@@ -8,8 +8,6 @@ from torch import Tensor
 
 from isopos.catalog import at_least, expect
 
-__all__ = ["frames", "patches"]
-
 Layout = Literal["grid", "diagonal", "corners"]
 COLUMNS = {"grid": 3, "diagonal": 3, "corners": 4}
 

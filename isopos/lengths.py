@@ -59,6 +59,9 @@ class Extension(ABC):
             object.__setattr__(self, "trained", at_least("trained", self.trained, 2))
         elif self.by_length:
             raise ValueError(f"trained: expected the number of positions in training, which {self.name} needs, got none")
+        sharpness = getattr(self, "sharpness", None)
+        if sharpness is not None and not 0 < sharpness < math.inf:
+            raise ValueError(f"sharpness: expected a positive attention factor, got {sharpness}")
 
     @property
     def name(self) -> str:
@@ -175,7 +178,6 @@ class Yarn(_ByParts):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_turns(self.fast, self.slow)
-        _check_sharpness(self.sharpness)
 
     @property
     def attention_factor(self) -> float:
@@ -230,7 +232,6 @@ class LongRope(Extension):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_sharpness(self.sharpness)
         object.__setattr__(self, "rescale", tuple(map(float, self.rescale)))
         if not self.rescale or not all(0 < factor < math.inf for factor in self.rescale):
             raise ValueError(f"rescale: expected a positive factor for each pair of features, got {list(self.rescale)}")
@@ -326,10 +327,6 @@ class Drop(Extension):
 
     sharpness: float | None = None
     whole_logits: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_sharpness(self.sharpness)
 
     @property
     def attention_factor(self) -> float:
@@ -502,8 +499,3 @@ def _distinct(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _check_turns(fast: float, slow: float) -> None:
     if not 0 < slow < fast < math.inf:
         raise ValueError(f"fast: expected more turns than slow, and both positive, got {fast} and {slow}")
-
-
-def _check_sharpness(sharpness: float | None) -> None:
-    if sharpness is not None and not 0 < sharpness < math.inf:
-        raise ValueError(f"sharpness: expected a positive attention factor, got {sharpness}")

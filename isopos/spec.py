@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from isopos.catalog import CATALOG
 
-__all__ = ["Piece", "join_spec", "map_spec", "of_layers", "parse_schemes", "read", "split_spec"]
-
 MAX_LAYERS = 100_000
 
 

@@ -102,20 +102,33 @@ class Indexed(Term):
         return lambda b, i, j: buckets[b, i, j]
 
 
-def _samples(x: Tensor, y: Tensor) -> torch.Size:
-    """The shape ``[*b t s]`` of pairs of positions ``[*b t c]`` and ``[*b s c]``."""
-    samples = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    return torch.Size((*samples, x.shape[-2], y.shape[-2]))
+@dataclass(frozen=True, eq=False, repr=False)
+class _OfPositions(Term, ABC):
+    """A lazily evaluated term of queries at x ``[*b t c]`` and keys at y ``[*b s c]``."""
 
+    x: Tensor
+    y: Tensor
 
-def _offset(x: Tensor, y: Tensor, samples: int) -> PairFunction:
-    """A function for the offset of one pair on a line: the key's position minus the query's."""
-    queries, keys = (a[..., 0].expand(samples, -1) for a in (x, y))
-    return lambda b, i, j: keys[b, j] - queries[b, i]
+    @property
+    def shape(self) -> torch.Size:
+        samples = torch.broadcast_shapes(self.x.shape[:-2], self.y.shape[:-2])
+        return torch.Size((*samples, self.x.shape[-2], self.y.shape[-2]))
+
+    def part(self, rows: slice, columns: slice) -> Term:
+        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
+
+    def offsets(self) -> Tensor:
+        """The key's position minus the query's on a line, for all pairs ``[*b t s]``."""
+        return self.y[..., None, :, 0] - self.x[..., :, None, 0]
+
+    def offset(self, samples: int) -> PairFunction:
+        """A function for the offset of one pair on a line."""
+        queries, keys = (a[..., 0].expand(samples, -1) for a in (self.x, self.y))
+        return lambda b, i, j: keys[b, j] - queries[b, i]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Offsets(Term):
+class Offsets(_OfPositions):
     """A term of offsets on a line, with lazily evaluated buckets.
 
     Args:
@@ -124,22 +137,13 @@ class Offsets(Term):
         buckets: Buckets of the offsets -m, ..., m, int64 ``[2m+1]``; larger offsets share the outermost ones.
     """
 
-    x: Tensor
-    y: Tensor
     buckets: Tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        return _samples(self.x, self.y)
-
     def index(self) -> Tensor:
-        return self._looked_up(self.y[..., None, :, 0] - self.x[..., :, None, 0])
-
-    def part(self, rows: slice, columns: slice) -> Term:
-        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
+        return self._looked_up(self.offsets())
 
     def bucket(self, samples: int) -> PairFunction:
-        offset = _offset(self.x, self.y, samples)
+        offset = self.offset(samples)
         return lambda b, i, j: self._looked_up(offset(b, i, j))
 
     def _looked_up(self, offset: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ class Offsets(Term):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DistanceKernel(Term):
+class DistanceKernel(_OfPositions):
     """A lazily evaluated function of the offset t, with a table ``[h 2]`` of r1 and r2: -r1 log(1 + r2 |t|), or -r1 |t|^r2.
 
     Args:
@@ -157,23 +161,14 @@ class DistanceKernel(Term):
         kernel: "log" or "power".
     """
 
-    x: Tensor
-    y: Tensor
     kernel: str
-
-    @property
-    def shape(self) -> torch.Size:
-        return _samples(self.x, self.y)
 
     def index(self) -> Tensor:
         raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
 
-    def part(self, rows: slice, columns: slice) -> Term:
-        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
-
     def distance(self, samples: int) -> PairFunction:
         """A function for the distance of one pair, rounded once, for tokens of `samples` samples."""
-        offset = _offset(self.x, self.y, samples)
+        offset = self.offset(samples)
         return lambda b, i, j: offset(b, i, j).abs().to(self.table.dtype)
 
     def number(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
@@ -182,7 +177,7 @@ class DistanceKernel(Term):
 
     def numbers(self) -> Tensor:
         """The kernel of each pair: ``[*b h t s]``."""
-        distance = (self.y[..., None, :, 0] - self.x[..., :, None, 0]).abs().to(self.table.dtype)
+        distance = self.offsets().abs().to(self.table.dtype)
         return self.number(distance.unsqueeze(-3), *(a[:, None, None] for a in self.table.unbind(-1)))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -214,7 +209,7 @@ class Numbers(Term):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Clipped(Term):
+class Clipped(_OfPositions):
     """A term of offsets clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
 
     Args:
@@ -224,14 +219,8 @@ class Clipped(Term):
         outside: Number of leading tokens without a position, with two separate buckets.
     """
 
-    x: Tensor
-    y: Tensor
     reach: int
     outside: int = 0
-
-    @property
-    def shape(self) -> torch.Size:
-        return _samples(self.x, self.y)
 
     def index(self) -> Tensor:
         return clipped.buckets(self.x, self.y, self.reach, self.outside)
@@ -239,10 +228,10 @@ class Clipped(Term):
     def part(self, rows: slice, columns: slice) -> Term:
         if self.outside:  # the first rows and columns
             return Indexed(self.table, self.side, self.index()[..., rows, columns])
-        return replace(self, x=self.x[..., rows, :], y=self.y[..., columns, :])
+        return super().part(rows, columns)
 
     def bucket(self, samples: int) -> PairFunction | None:
         if self.outside or self.x.shape[-1] > 1:
             return None
-        offset, reach = _offset(self.x, self.y, samples), self.reach
+        offset, reach = self.offset(samples), self.reach
         return lambda b, i, j: offset(b, i, j).long().clamp(-reach, reach) + reach

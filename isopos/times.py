@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["seconds_since_1970", "timestamps"]
-
 EPOCH = datetime(1970, 1, 1)
 FIRST, LAST = -62135596800, 253402300800  # the years 1 to 9999, the range of datetime
 AWARE, NAIVE, NUMBER = "an offset from UTC", "no offset from UTC", "a number of seconds"

@@ -12,9 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Unread", "depths", "forest", "name_row", "parents_of"]
-__all__ += ["read", "renumber", "tree", "tree_distance", "tree_labels"]
-
 Rows = list[tuple[int, int]]
 INTEGER_DTYPES = (torch.int64, torch.int32)  # sums of shorter ones wrap
 

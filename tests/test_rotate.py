@@ -156,17 +156,3 @@ def test_tables_and_features_may_lie_anywhere(monkeypatch, place, compiled):
         "columns": lambda a: a.transpose(1, -1).contiguous().transpose(1, -1),
     }[place]
     close(ops.rotate(lay(x), lay(table)), ops.rotate_naive(x, table))
-
-
-@pytest.mark.parametrize("adjoint", [False, True])
-def test_rotations_in_place(adjoint):
-    x, rows = torch.randn(2, 3, 5, 4), table(5, 2, dtype=torch.float32)
-    expected = (ops.unrotate if adjoint else ops.rotate)(x, rows)
-    given = x.data_ptr()
-    out = ops.rotate_(x, rows, adjoint=adjoint)
-    assert (out is x, x.data_ptr()) == (True, given)
-    assert torch.equal(x, expected)
-    half = x.bfloat16()
-    close(ops.rotate_(half, rows), ops.rotate(x, rows).bfloat16(), roundings=4)
-    with pytest.raises(ValueError, match="table: expected one without a gradient"):
-        ops.rotate_(x, rows.requires_grad_())

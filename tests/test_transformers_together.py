@@ -25,7 +25,7 @@ from test_transformers import (
 )
 
 import isopos
-from isopos.integrations.transformers import attention, embeddings, rotary, saving
+from isopos.integrations.transformers import attention, rotary, saving
 from isopos.integrations.transformers.patching import load, patch, patched, unpatch
 
 pytestmark = pytest.mark.oracles
@@ -243,7 +243,7 @@ def test_a_vit_without_positions_and_with_its_pixels_by_name(hf):
 
 def test_sinusoids_are_at_the_positions_that_are_given():
     old, x = torch.zeros(1, dtype=torch.float64), torch.tensor([4, 0, 300])
-    table = embeddings.Sinusoids(rope(), old)
+    table = rotary.Sinusoids(rope(), old)
     whole = table(torch.Size((1, 301)))
     assert table(torch.Size((1, 3)), position_ids=x).equal(whole[x])
     assert table(torch.Size((1, 5)), 7).equal(whole[7:12])

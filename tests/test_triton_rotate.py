@@ -152,24 +152,6 @@ def test_angles_are_learned_through_attention(calls):
     agree([found], gradients(out.cpu(), list(scheme.parameters())))
 
 
-@pytest.mark.parametrize("adjoint", [False, True])
-def test_in_place(calls, adjoint):
-    table, x = table_of(1, 5, 3), features(2, 2, 5, 8).requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    name = "unrotate" if adjoint else "rotate"
-    expected = 2 * torch.cat((getattr(ops, name)(wide[..., :6], table.double()), wide[..., 6:]), -1)
-    y = 2 * x
-    given = y.data_ptr()
-    out = ops.rotate_(y, table, adjoint=adjoint)
-    assert (out is y, y.data_ptr(), calls) == (True, given, ["rotate"])
-    agree([y], [expected])
-    agree(gradients(y.cpu(), [x]), gradients(expected.cpu(), [wide]))
-    with pytest.raises(RuntimeError, match="in-place"):
-        ops.rotate_(x, table)
-    with pytest.raises(ValueError, match="table: expected one without a gradient"):
-        ops.rotate_(y, table.requires_grad_())
-
-
 def test_what_is_differentiated_again_or_packed_is_the_definitions(calls):
     x, table = features(2, 3, 4, 6).requires_grad_(), table_of(4, 3).requires_grad_()
     wide = [a.detach().double().requires_grad_() for a in (x, table)]

@@ -18,12 +18,6 @@ from isopos.phases import ContentPhase, HouseholderProduct, Phase
 from isopos.state import State
 from isopos.terms import Term
 
-__all__ = ["AxisOrder", "DecayPair", "IsometryPair", "SegmentPair", "TransportPair", "broadcasts", "heads_of"]
-__all__ += ["check_decay", "check_denominator", "check_feature_map", "check_group", "check_inputs", "check_isometry"]
-__all__ += ["check_leading", "check_ring"]
-__all__ += ["check_mask", "check_order", "check_pairs", "check_phases", "check_product", "check_segments", "check_stream"]
-__all__ += ["check_tensor", "check_term", "check_transport"]
-
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
 DecayPair = Tensor | tuple[Tensor, Tensor] | None
 SegmentPair = Tensor | tuple[Tensor, Tensor] | None

@@ -13,8 +13,6 @@ from isopos.ops.linear.features import with_ones
 from isopos.state import State
 from isopos.terms import Clipped
 
-__all__ = ["scores_of", "values_of_terms", "with_terms", "with_terms_of_stream"]
-
 
 def values_of_terms(problem: LinearProblem) -> Tensor:
     """Values, with a column of ones if there is a denominator; zero for masked keys."""

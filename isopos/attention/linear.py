@@ -22,8 +22,6 @@ from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
 
-__all__ = ["explain", "linear_attention", "naive_linear_attention"]
-
 
 @overload
 def linear_attention(

@@ -6,8 +6,6 @@ from torch import Tensor
 from isopos.attention.problem import SoftmaxProblem
 from isopos.exact import cast_down, float64_device
 
-__all__ = ["added_to_logits", "takes_part"]
-
 
 def takes_part(problem: SoftmaxProblem) -> Tensor:
     """Mask of keys for each query: bool ``[*b h t s]`` or a shape that broadcasts to it, with all keys."""

@@ -19,8 +19,6 @@ from isopos.ops.linear.cpu import CPU
 from isopos.ops.linear.cpu_plan import CpuPlan
 from isopos.ops.linear.features import Sums
 
-__all__ = ["Planned", "planned"]
-
 MOST = 256  # plans that are kept
 _PLANS: dict[Any, tuple[Any, CpuPlan | None]] = {}  # by key: the libraries, and the plan, or None if there can be none
 

@@ -25,9 +25,6 @@ from isopos.phases import ContentPhase, Phase, cumulative, separated, with_phase
 from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
-__all__ = ["LinearOptions", "LinearProblem", "Problem", "SoftmaxOptions", "SoftmaxProblem", "check_linear", "check_softmax"]
-__all__ += ["check_naive", "refuse", "restored"]
-
 
 class Options(TypedDict, total=False):
     """Arguments of both kinds of attention after q, k and v; see the functions' docstrings."""

@@ -27,8 +27,6 @@ from isopos.ops.linear.division import EPS
 from isopos.phases import Phase, cumulative, separated, with_phases
 from isopos.terms import Clipped, DistanceKernel, Numbers, Term
 
-__all__ = ["DEFINITIONS", "divides_out", "linear", "rows", "scores", "softmax"]
-
 Pair = Tensor | tuple[Tensor, Tensor] | None  # a pair for queries and keys, or one value for both
 Maps = TokenMap | tuple[TokenMap | None, TokenMap | None] | None
 

@@ -35,8 +35,6 @@ from isopos.ops.linear.containment import finite, nonfinite
 from isopos.parallel import Shards, Traffic, traffic_now
 from isopos.terms import Numbers
 
-__all__ = ["attended", "serves"]
-
 KEYS, LOGITS = 2048, 1 << 22  # largest number of keys, and of logits, at a time
 
 Piece = tuple[int, int]  # first index in the sequence, and last + 1

@@ -29,8 +29,6 @@ from isopos.ops.linear.window import within
 from isopos.parallel import Shards
 from isopos.terms import Clipped, Numbers
 
-__all__ = ["checked", "softmax_problem", "totals"]
-
 
 def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
     """The checked problem; content-dependent phases continue from the previous shards."""
@@ -141,13 +139,10 @@ def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, probl
     if g is not None:
         g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], after)), -1), fetched[-1]
     padded = [(F.pad(q, (0, 0, 0, after)), *fetched[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
-    padded = [[x.expand(*_leading(triple), *x.shape[-2:]) for x in triple] for triple in padded]
+    leading = [broadcast(*(x.shape[:-2] for x in triple)) for triple in padded]
+    padded = [[x.expand(*axes, *x.shape[-2:]) for x in triple] for triple, axes in zip(padded, leading, strict=True)]
     total = within(padded, g, problem.causal, window, linear.linear)
     return total[..., : problem.q.shape[-2], :]
-
-
-def _leading(tensors: Sequence[Tensor]) -> torch.Size:
-    return broadcast(*(x.shape[:-2] for x in tensors))
 
 
 def _halo(window: int | None, causal: bool) -> Callable[[int, int], tuple[int, int]]:

@@ -22,8 +22,6 @@ from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
 
-__all__ = ["softmax_attention"]
-
 BLOCK = 256  # smallest number of queries per block with a window
 
 

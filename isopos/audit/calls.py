@@ -10,8 +10,6 @@ from isopos.audit.checks import check, compared, first_difference, unless
 from isopos.audit.report import Curves, Finding
 from isopos.audit.subject import Skip, Subject, relative_error
 
-__all__: list[str] = []
-
 GAPS = (0, 1, 2, 4, 5, 9, 10, 11, 14, 15, 16, 18)
 SEEN = 2  # a larger change, in tolerances, is more than rounding
 
@@ -78,9 +76,7 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
     if subject.encoding.startswith("absolute") and "positions" not in subject.abilities:
         yield Finding("absolute positions count padding", "left padding shifts them", "note", remedy="pad on the right")
         return
-    rows = torch.cat((subject.tokens(1, pad, seed=2), tokens), 1)
-    mask = _all(rows)
-    mask[:, :pad] = False
+    rows, mask = _left_padded(subject, tokens, pad, seed=2)
     counted = (mask.long().cumsum(-1) - 1).clamp_min(0) if "positions" in subject.abilities else None
     want = subject.outputs(tokens, None if counted is None else counted[:, pad:], _all(tokens))
     ways: list[tuple[str, Tensor | None]] = []
@@ -89,7 +85,6 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
     if counted is None or subject.is_relative:
         ways.append(("positions left to the model", None))
     for way, positions in ways:
-        unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
         got = subject.outputs(rows, positions, mask)[:, pad:]
         yield compared(
             subject, got, want, f"a left-padded sample gives what it gives alone, {way}", slack=2,
@@ -144,10 +139,7 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
     pad, tokens = 4, subject.tokens(1, subject.length)
     got = []
     for seed in (5, 6):
-        rows = torch.cat((subject.tokens(1, pad, seed=seed), tokens), 1)
-        unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
-        mask = _all(rows)
-        mask[:, :pad] = False
+        rows, mask = _left_padded(subject, tokens, pad, seed)
         got.append(subject.outputs(rows, None, mask)[:, pad:])
     yield compared(subject, got[1], got[0], "two paddings give the same outputs", remedy="mask padded keys in every layer")
 
@@ -156,10 +148,7 @@ def padding_content(subject: Subject) -> Iterator[Finding]:
 def padded_rows(subject: Subject) -> Iterator[Finding]:
     """Add a row of padding only to a batch, and for features as tokens NaN in padding; the sample must not change."""
     pad, sample = 4, subject.tokens(1, subject.length)
-    unless(subject.limit is not None and subject.length + pad > subject.limit, f"it has {subject.limit} positions only")
-    rows = torch.cat((subject.tokens(1, pad, seed=5), sample), 1)
-    mask = _all(rows)
-    mask[:, :pad] = False
+    rows, mask = _left_padded(subject, sample, pad, seed=5)
     alone, empty = subject.outputs(rows, None, mask)[:, pad:], torch.zeros_like(mask)
     batched = subject.outputs(rows.repeat(2, *[1] * (rows.ndim - 1)), None, torch.cat((mask, empty)))[:1, pad:]
     yield compared(
@@ -206,26 +195,31 @@ def precision(subject: Subject) -> Iterator[Finding]:
 @check("order", "Does a bidirectional model see the order of tokens?", "bidirectional")
 def order(subject: Subject) -> Iterator[Finding]:
     """Compare outputs of permuted tokens to permuted outputs, which must differ."""
-    tokens = subject.tokens(1, subject.length)
     swap = torch.randperm(subject.length, generator=torch.Generator().manual_seed(7))
-    change = relative_error(subject.outputs(tokens[:, swap]), subject.outputs(tokens)[:, swap])
-    seen = change > SEEN * subject.tolerance
-    yield Finding(
-        "permuted tokens give other outputs", f"relative difference {change:.1e}", "sound" if seen else "broken",
-        remedy="" if seen else "no encoding of positions reaches attention: add one, or pass it on",
-    )  # fmt: skip
+    yield _moved(subject, swap, "permuted", "no encoding of positions reaches attention: add one, or pass it on")
 
 
 @check("direction", "Does a bidirectional model tell past from future?", "bidirectional")
 def direction(subject: Subject) -> Iterator[Finding]:
     """Compare outputs of reversed tokens to reversed outputs, which must differ."""
+    remedy = "scores are even in the offset: use sines, or a bias with a sign"
+    yield _moved(subject, torch.arange(subject.length).flip(0), "reversed", remedy)
+
+
+def _moved(subject: Subject, index: Tensor, how: str, remedy: str) -> Finding:
+    """A finding that outputs of tokens in another order are not the outputs in that order."""
     tokens = subject.tokens(1, subject.length)
-    change = relative_error(subject.outputs(tokens.flip(1)), subject.outputs(tokens).flip(1))
+    change = relative_error(subject.outputs(tokens[:, index]), subject.outputs(tokens)[:, index])
     seen = change > SEEN * subject.tolerance
-    yield Finding(
-        "reversed tokens give other outputs", f"relative difference {change:.1e}", "sound" if seen else "broken",
-        remedy="" if seen else "scores are even in the offset: use sines, or a bias with a sign",
-    )  # fmt: skip
+    says, measured = f"{how} tokens give other outputs", f"relative difference {change:.1e}"
+    return Finding(says, measured, "sound" if seen else "broken", remedy="" if seen else remedy)
+
+
+def _left_padded(subject: Subject, tokens: Tensor, pad: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens ``[1 t]`` after random padding, and their mask; skips the check where the model has fewer positions."""
+    rows = torch.cat((subject.tokens(1, pad, seed=seed), tokens), 1)
+    unless(subject.limit is not None and rows.shape[1] > subject.limit, f"it has {subject.limit} positions only")
+    return rows, (torch.arange(rows.shape[1]) >= pad)[None]
 
 
 def _all(tokens: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from isopos.audit.report import Curves, Finding
 from isopos.audit.subject import Skip, Subject, relative_error, traced
 
-__all__ = ["CHECKS", "Check", "by_position", "check", "compared", "first_difference", "of_layers", "unless"]
-
 Measure = Callable[[Subject], Iterable[Finding]]
 
 

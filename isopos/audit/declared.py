@@ -10,8 +10,6 @@ from torch import Tensor
 from isopos.encodings import rope_frequencies
 from isopos.lengths import Dynamic, Extension, Linear, Llama3, LongRope, Yarn
 
-__all__ = ["attention_factor", "diagnosis", "frequencies", "rule"]
-
 KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope")
 EQUAL = 64 * torch.finfo(torch.float32).eps
 

@@ -17,8 +17,6 @@ from isopos.audit.subject import Subject, relative_error, traced
 from isopos.biases import T5
 from isopos.encodings import rope_frequencies
 
-__all__ = ["Rotation", "bias_family", "rotation"]
-
 COUNT = 53  # tokens; a prime, which no size of a model is likely to have
 STRIDES = (1, 16, 256)  # far positions tell slow frequencies apart; further away float32 angles are too coarse
 FITS = 1e-3  # a smaller residual is rounding

@@ -11,8 +11,6 @@ from isopos.audit.checks import check, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Subject
 
-__all__: list[str] = []
-
 LEARNED = re.compile(r"freq|rotary|rope|relative_attention_bias|slope|alibi|angle|pos_bias|position_bias", re.IGNORECASE)
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["BROKEN", "SOUND", "UNMEASURABLE", "Finding", "Report", "Severity", "Unmeasured"]
-
 Severity = Literal["sound", "note", "risk", "broken"]
 SOUND, BROKEN, UNMEASURABLE = 0, 1, 3
 """Exit statuses."""

@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from isopos.audit.checks import CHECKS
+from isopos.audit.modules import ModuleSubject
 from isopos.audit.report import Finding, Report, Unmeasured, merged
 from isopos.audit.subject import Skip, Subject
-
-__all__ = ["audit", "audited"]
+from isopos.catalog import own_module
+from isopos.integrations.transformers import audited as theirs
 
 FILES = ("tables", "encoding", "calls", "streams", "learning")
 for _file in FILES:
@@ -71,8 +72,6 @@ def audit(
         raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
     name, parts = _subjects(model, call, example, relative, causal)
     if isinstance(model, (str, Path)) and not isinstance(text, Tensor):
-        from isopos.integrations.transformers import audited as theirs
-
         text = theirs.tokens_of(Path(model), text)
     if isinstance(text, str):
         raise ValueError("text: expected tokens [b t] for a model without a folder, got a string; tokenise it first")
@@ -89,8 +88,6 @@ def audited(model: str, checks: Iterable[str] | None = None, text: str | None = 
     name, _, attribute = model.partition(":")
     if not attribute:
         raise ValueError(f"model: expected a folder with config.json, or MODULE:FUNCTION, got {model!r}")
-    from isopos.catalog import own_module
-
     module = own_module(name, "model")
     if not callable(made := getattr(module, attribute, None)):
         raise ValueError(f"model: expected {name} to have a function {attribute}, got {made!r}")
@@ -110,8 +107,6 @@ def _subjects(
     if isinstance(model, Subject):
         return model.name, [("", model)]
     if isinstance(model, (str, Path)):
-        from isopos.integrations.transformers import audited as theirs
-
         return str(model), theirs.subjects(theirs.loaded(Path(model)), str(model))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a folder, a model of transformers or a torch module, got {type(model).__name__}")
@@ -120,11 +115,7 @@ def _subjects(
         raise ValueError("model: expected one with values, got one on the device meta; load its weights first")
     model = model if devices <= {"cpu"} else copy.deepcopy(model).cpu()
     if hasattr(model, "config") and hasattr(model, "save_pretrained") and call is None:
-        from isopos.integrations.transformers import audited as theirs
-
         return type(model).__name__, theirs.subjects(model, type(model).__name__)
-    from isopos.audit.modules import ModuleSubject
-
     return type(model).__name__, [("", ModuleSubject.of(model, call, example, relative, causal))]
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attended", "equal", "layers", "watched"]
-
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 FORBIDDEN = -5e3  # smaller logits are masked
 

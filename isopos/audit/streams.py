@@ -10,8 +10,6 @@ from isopos.audit.report import Curves, Finding
 from isopos.audit.scores import layers
 from isopos.audit.subject import Subject, relative_error, traced
 
-__all__: list[str] = []
-
 STALE = "give a chunk the positions that follow the cache's, and its convolutions and states what came before"
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ABILITIES", "Rotary", "Skip", "Subject", "relative_error", "traced"]
-
 ABILITIES = {
     "positions": "its call takes no positions",
     "mask": "its call takes no mask",
@@ -163,6 +161,14 @@ class Subject(ABC):
         tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
         changed = torch.cat((other[:, :1], tokens[:, 1:]), 1)
         return relative_error(self.call(module, changed)[:, 1:], self.call(module, tokens)[:, 1:])
+
+    @torch.no_grad()
+    def sees_later(self) -> bool:
+        """Whether a change of the last token changes an output before it."""
+        tokens, other = self.tokens(1, self.length), self.tokens(1, self.length, seed=1)
+        changed = torch.cat((tokens[:, :-1], other[:, -1:]), 1)
+        got, want = (self.call(self.exact, a)[:, :-1] for a in (changed, tokens))
+        return relative_error(got, want) >= 1e-6
 
     @torch.no_grad()
     def outputs(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

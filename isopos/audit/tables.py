@@ -16,8 +16,6 @@ from isopos.audit.checks import check, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Rotary, Skip, Subject, relative_error
 
-__all__: list[str] = []
-
 FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
 FURTHER = tuple(2**n for n in range(10, 32))
 PROBED = 2**16  # positions from which a table is told from other tensors

@@ -22,7 +22,7 @@ from isopos.lengths import Linear, Yarn
 from isopos.maps import TokenMap
 from isopos.positions import Line
 from isopos.scheme import Scheme
-from isopos.terms import DistanceKernel, Numbers, Term
+from isopos.terms import DistanceKernel, Numbers
 
 __all__ = ["arrays", "explanation", "gguf_keys"]
 
@@ -130,16 +130,13 @@ def _add_of_pairs(at: Mapping[str, Any], out: dict[str, Tensor], axes: dict[str,
     for n, term in enumerate(at.get("terms") or ()):
         name, rows = f"terms.{n}", "" if term.side == "none" else " d"
         if isinstance(term, Numbers | DistanceKernel):
-            out[name], axes[name] = _numbers(term), "h t s, added to logits"
+            numbers = term.numbers() if isinstance(term, DistanceKernel) else term.table
+            out[name], axes[name] = numbers, "h t s, added to logits"
             continue
         out[f"{name}.table"], axes[f"{name}.table"] = term.table, f"h n{rows}, of side {term.side}"
         out[f"{name}.index"], axes[f"{name}.index"] = term.index().int(), "t s: the row of each query and key"
     if "locality" in at:
         out["locality"], axes["locality"] = at["locality"], "t s: factors of logits"
-
-
-def _numbers(term: Term) -> Tensor:
-    return term.numbers() if isinstance(term, DistanceKernel) else term.table
 
 
 def _constants(scheme: Scheme) -> list[tuple[str, Tensor, str]]:

@@ -46,8 +46,6 @@ from isopos.phases import ForgetGate, HouseholderProduct
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
-__all__ = ["Finding", "Report", "check", "raised_at"]
-
 TOLERANCE = 1e-9  # float64, positions to 1000
 EXACT = 1e-6
 SEEN = 1e-6

@@ -18,8 +18,6 @@ from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["TOKEN_STD", "Block", "BlockOptions", "Context", "Options", "Schemes", "Trunk", "depth_rates", "embedding"]
-
 Schemes = Scheme | PerLayer | Sequence[Scheme]
 """A scheme for all layers of a model, or one per layer."""
 Result = TypeVar("Result")

@@ -13,8 +13,6 @@ from isopos.positions import sequence
 from isopos.state import State
 from isopos.stream import Stream
 
-__all__ = ["AdaptiveHead", "Continuation", "Decoder", "DecoderState"]
-
 
 class Decoder(Trunk):
     """A causal language model. Its layers share one scheme, evaluated once per forward pass, or have separate schemes.

@@ -10,9 +10,6 @@ from isopos.deprecation import renamed_argument
 from isopos.models.blocks import Options, Schemes, Trunk
 from isopos.parallel import shards
 
-__all__ = ["Classifier", "Encoder", "PairClassifier"]
-
-
 POOLINGS = ("mean", "first")
 
 
@@ -101,14 +98,17 @@ class Classifier(Trunk):
     ):
         expect("pooling", pooling, POOLINGS)
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
-        self.head, self.pooling = nn.Linear(model_dim, classes), pooling
+        self.head, self.pooling = self._new_head(model_dim, options.get("hidden_dim") or 4 * model_dim, classes), pooling
+
+    def _new_head(self, model_dim: int, hidden: int, classes: int) -> nn.Module:
+        return nn.Linear(model_dim, classes)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of samples ``[b t]``; the mask is False for padding, see `Encoder.forward`."""
         return self.head(_pooled(self.features(tokens, positions, mask=mask), mask, self.pooling, self.group))
 
 
-class PairClassifier(Trunk):
+class PairClassifier(Classifier):
     """A classifier of pairs: one encoder pools each of two samples, and a perceptron compares them.
 
     Its input is [u, v, u * v, u - v]; it has two hidden layers, as in the Long Range Arena's retrieval (Tay et al. 2020,
@@ -124,24 +124,9 @@ class PairClassifier(Trunk):
         torch.Size([3, 2])
     """
 
-    in_shards = True
-
-    def __init__(
-        self,
-        vocabulary: int,
-        classes: int,
-        model_dim: int,
-        layers: int,
-        scheme: Schemes,
-        *,
-        pooling: Literal["mean", "first"] = "mean",
-        **options: Unpack[Options],
-    ):
-        expect("pooling", pooling, POOLINGS)
-        super().__init__(vocabulary, model_dim, layers, scheme, **options)
-        hidden = options.get("hidden_dim") or 4 * model_dim
+    def _new_head(self, model_dim: int, hidden: int, classes: int) -> nn.Module:
         perceptron = nn.Linear(4 * model_dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden // 2), nn.ReLU()
-        self.head, self.pooling = nn.Sequential(*perceptron, nn.Linear(hidden // 2, classes)), pooling
+        return nn.Sequential(*perceptron, nn.Linear(hidden // 2, classes))
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits ``[b classes]`` of pairs ``[b 2 t]``; the mask ``[b 2 t]`` is False for padding.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from isopos.models.blocks import Options, Schemes, Trunk
 
-__all__ = ["Forecaster"]
-
 
 class Forecaster(Trunk):
     """A bidirectional model that predicts unknown values in rows of values, one token per row.

@@ -14,8 +14,6 @@ from isopos.phases import Phase
 from isopos.positions import Group
 from isopos.scheme import Scheme
 
-__all__ = ["PerLayer"]
-
 
 class PerLayer(nn.Module):
     """Schemes of the layers of a model, in order. A scheme that several layers share is stored and evaluated once.

@@ -12,8 +12,6 @@ from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
 
-__all__ = ["Follow", "Memory", "Seq2Seq"]
-
 Follow = Callable[[Tensor], Tensor | None]
 """A function of n target tokens ``[b n]``: positions ``[n+1 c]`` or ``[b n+1 c]`` including the next one; None stops."""
 

@@ -8,8 +8,6 @@ from isopos.catalog import at_least, expect
 from isopos.models.blocks import Options, Schemes, Trunk
 from isopos.positions import grid, sequence
 
-__all__ = ["Patches", "Vision"]
-
 
 class Patches(nn.Module):
     """Tokens ``[b t m]`` of images ``[b c h w]`` with pixels 0 to 255: one per patch of n by n pixels, row by row.

@@ -12,8 +12,6 @@ from isopos.catalog import at_least
 from isopos.scheme import Scheme
 from isopos.stream import Stream
 
-__all__ = ["Attention"]
-
 
 class Attention(nn.Module):
     """Multi-head attention whose scores see positions through a scheme.

@@ -12,8 +12,6 @@ from isopos.maps import Chain, TokenMap
 from isopos.ops.rotate import half_to_interleaved
 from isopos.scheme import Scheme
 
-__all__ = ["absorb", "convert_layout"]
-
 
 def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     """Fold the scheme's constant basis into projections of queries and keys, in place, and return the scheme without it.

@@ -26,8 +26,6 @@ from isopos.exact import broadcast, cast_down
 from isopos.ops.linear.features import Decays
 from isopos.ops.linear.step import weighed
 
-__all__ = ["Factors", "carried", "linear", "naive_scores", "scores"]
-
 CHUNK = 64  # tokens per triangular system
 
 

@@ -128,21 +128,6 @@ def unlift(x: Tensor, table: Tensor) -> Tensor:
     return first * cos + second * sin
 
 
-def rotate_(x: Tensor, table: Tensor, *, adjoint: bool = False) -> Tensor:
-    """`rotate`, or with ``adjoint`` `unrotate`, in place; returns x. On a GPU nothing else is allocated.
-
-    Raises:
-        ValueError: If the table needs a gradient, which would require the old x.
-    """
-    if torch.is_grad_enabled() and table.requires_grad:
-        raise ValueError("table: expected one without a gradient, since x is written over, got one that learns; use rotate")
-    overlaps = any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True))
-    if x.stride(-1) == 1 and not overlaps and (kernel := _kernel(x, table)) is not None:
-        how = {"lifted": False, "adjoint": adjoint, "halves": False}
-        return _OnGpu.apply(x, table, kernel, how, True)  # pyright: ignore[reportReturnType]
-    return x.copy_((unrotate if adjoint else rotate)(x, table))
-
-
 def rotate_on_gpu(
     x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False, halves: bool = False
 ) -> Tensor | None:
@@ -153,7 +138,7 @@ def rotate_on_gpu(
     """
     kernel = _kernel(x, table, lifted=lifted, adjoint=adjoint)
     how = {"lifted": lifted, "adjoint": adjoint, "halves": halves}
-    return None if kernel is None else _OnGpu.apply(x, table, kernel, how, False)  # pyright: ignore[reportReturnType]
+    return None if kernel is None else _OnGpu.apply(x, table, kernel, how)  # pyright: ignore[reportReturnType]
 
 
 def _kernel(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False) -> Any:
@@ -169,12 +154,10 @@ class _OnGpu(torch.autograd.Function):
     """`triton_rotate.rotate` with gradients of x and of the table."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, kernel: Any, how: dict[str, bool], in_place: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, table: Tensor, kernel: Any, how: dict[str, bool]) -> Tensor:
         ctx.save_for_backward(table, x if ctx.needs_input_grad[1] else None)
         ctx.kernel, ctx.how = kernel, how
-        if in_place:
-            ctx.mark_dirty(x)
-        return kernel.rotate(x, table, **how, in_place=in_place)
+        return kernel.rotate(x, table, **how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -192,7 +175,7 @@ class _OnGpu(torch.autograd.Function):
             derivatives = [next(grads_of) if want else None for want in wanted]
         else:
             derivatives = ctx.kernel.rotate_vjp(x, table, grad, **how, of_x=wanted[0])
-        return *derivatives, None, None, None
+        return *derivatives, None, None
 
 
 def _defined(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool, halves: bool) -> Tensor:

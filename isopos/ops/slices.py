@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALL", "Axes", "Slices"]
-
 
 class Slices(NamedTuple):
     """One slice per axis of ``[*b h t .]``: some tokens of some heads of some samples; ``slice(None)`` is all."""

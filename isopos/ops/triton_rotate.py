@@ -281,15 +281,7 @@ def refuses(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> str:
     return ""
 
 
-def rotate(
-    x: Tensor,
-    table: Tensor,
-    *,
-    lifted: bool = False,
-    adjoint: bool = False,
-    halves: bool = False,
-    in_place: bool = False,
-) -> Tensor:
+def rotate(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = False, halves: bool = False) -> Tensor:
     """Rotate or lift x ``[*b h t .]`` by a table ``[*b h t f 2]``, or by the adjoint, without a graph.
 
     Features beyond the pairs of the table pass unchanged.
@@ -300,14 +292,11 @@ def rotate(
         lifted: Lift instead of rotate.
         adjoint: Apply the adjoint.
         halves: Input pairs are (i, i + f), output pairs (2i, 2i + 1); the adjoint goes back.
-        in_place: Overwrite x, whose features must be contiguous per token.
     """
-    x, rows = x if in_place else flat(x), flat(table.flatten(-2))
+    x, rows = flat(x), flat(table.flatten(-2))
     launch = _Launch.of(x.shape, rows)
     constants = launch.constants(x, lifted=lifted, adjoint=adjoint, halves=halves)
-    if in_place:
-        out = x
-    elif lifted:
+    if lifted:
         out = x.new_empty(*x.shape[:-1], launch.pairs * (1 if adjoint else 2))
     else:
         out = torch.empty_like(x)

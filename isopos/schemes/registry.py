@@ -17,9 +17,6 @@ from isopos.encodings import Coupling, Encoding, rope_frequencies
 from isopos.kinds import FIELDS, Linear, Softmax, kind_of
 from isopos.scheme import Choices, Scheme, choices_of
 
-__all__ = ["REGISTRY", "PairLayout", "axial", "build", "compose", "even"]
-__all__ += ["laid_out", "options_of", "register", "resolve", "split"]
-
 __getattr__ = renamed(__name__, {"Layout": "isopos.schemes.registry.PairLayout"})
 
 PairLayout = Literal["interleaved", "half"]

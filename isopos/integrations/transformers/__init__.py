@@ -30,9 +30,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     importlib.import_module(f"{__name__}.attention").register()
-    exported = {
-        name: getattr(part, name)
-        for part in (importlib.import_module(f"{__name__}.{name_of_part}") for name_of_part in _PARTS)
-        for name in part.__all__
-    }
-    return exported[name]
+    parts = [importlib.import_module(f"{__name__}.{part}") for part in _PARTS]
+    return next(getattr(part, name) for part in parts if hasattr(part, name))

@@ -12,8 +12,6 @@ from isopos.integrations.transformers.linear import LinearLayer
 from isopos.parallel import shards
 from isopos.positions import grid, sequence
 
-__all__ = ["OWN", "WINDOW", "of_decay", "of_features", "of_layer", "of_patches", "of_tokens", "of_words"]
-
 OWN = "isopos"
 """The attribute of a hooked module that has its schemes, in a tuple where another module has them as submodules."""
 WINDOW = "isopos_window"

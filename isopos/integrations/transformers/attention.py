@@ -9,8 +9,6 @@ from isopos.attention import softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
 from isopos.integrations.transformers.linear import LinearLayer, mask_of_keys
 
-__all__ = ["ATTENTION", "EVALUATED", "GROUP", "NOT_SERVED", "OVER", "check_version", "register"]
-
 LEAST = 5  # version of transformers
 ATTENTION = "isopos"
 """The name of our attention, and of its masks."""

@@ -21,8 +21,6 @@ from isopos.scheme import Scheme
 from isopos.schemes import build
 from isopos.schemes.registry import REGISTRY, options_of
 
-__all__ = ["converted", "distances", "linear_scheme", "transferred"]
-
 KEEP = "keep"
 """The name that stands for the positions that a model has."""
 

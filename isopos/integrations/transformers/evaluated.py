@@ -7,8 +7,6 @@ from torch import Tensor
 
 from isopos.scheme import Arguments, Scheme
 
-__all__ = ["Evaluated", "Written", "digits_of", "positions_of"]
-
 BYTES = 4  # of a coordinate; each is a number below 256, which every floating dtype has
 CACHE = "past_key_values: expected a cache that keeps keys as they are, of the same tokens in layers with one mask, got "
 

@@ -21,8 +21,6 @@ from isopos.integrations.transformers.saving import ENTRY
 from isopos.nn import checkpoint
 from isopos.scheme import Scheme
 
-__all__ = ["absorb", "convert_layout"]
-
 
 @torch.no_grad()
 def convert_layout(model: Any, *, to: Literal["interleaved", "half"]) -> dict[str, Tensor]:

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
-from isopos.integrations.transformers.states import state_class
-
-__all__ = ["LinearLayer", "Window", "mask_of_keys"]
 
 MASK = (
     "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
@@ -98,12 +95,14 @@ class LinearLayer:
             return None
         from transformers.cache_utils import DynamicLayer  # pyright: ignore[reportMissingImports]
 
-        layers, state_layer, index = self.cache.layers, state_class(), self.index
+        from isopos.integrations.transformers.states import StateLayer
+
+        layers, index = self.cache.layers, self.index
         if self.cache.layer_class_to_replicate is DynamicLayer:
-            layers.extend(state_layer() for _ in range(len(layers), index + 1))
+            layers.extend(StateLayer() for _ in range(len(layers), index + 1))
         if index < len(layers) and type(layers[index]) is DynamicLayer and not layers[index].is_initialized:
-            layers[index] = state_layer()
-        if index >= len(layers) or not isinstance(layers[index], state_layer):
+            layers[index] = StateLayer()
+        if index >= len(layers) or not isinstance(layers[index], StateLayer):
             got = type(layers[index]).__name__ if index < len(layers) else "fewer layers"
             raise ValueError(
                 "past_key_values: expected a DynamicCache without tokens, or what this model returned, for the states of "

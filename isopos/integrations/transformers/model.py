@@ -1,34 +1,23 @@
 """A causal language model of isopos as one of transformers: `IsoposConfig`, `IsoposForCausalLM` and `StateLayer`.
 
-The classes are created at their first use, since they inherit from transformers, which takes seconds to import.
+Importing this module imports transformers, which takes seconds, and registers the model there.
 """
 
-import functools
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
-from isopos.integrations.transformers import attention
 from isopos.integrations.transformers.saving import described, made
-from isopos.integrations.transformers.states import state_class
+from isopos.integrations.transformers.states import StateLayer
 from isopos.models import TOKEN_STD, Decoder, PerLayer
 from isopos.models.blocks import ACTIVATIONS
 from isopos.models.decoder import AdaptiveHead
 from isopos.schemes import Scheme
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    IsoposConfig: Any
-    IsoposForCausalLM: Any
-    StateLayer: Any
-else:
-    PreTrainedModel = object  # until the classes are made
-
-__all__ = ["IsoposConfig", "IsoposForCausalLM", "StateLayer", "from_decoder"]
 
 CODE = """# Classes of this model, which are those of the package isopos: pip install "isopos[hf]".
 from isopos.integrations.transformers import IsoposConfig, IsoposForCausalLM
@@ -36,12 +25,6 @@ from isopos.integrations.transformers import IsoposConfig, IsoposForCausalLM
 __all__ = ["IsoposConfig", "IsoposForCausalLM"]
 """  # what trust_remote_code=True runs of a folder, so that transformers finds the classes where nobody has imported isopos
 FILE = "isopos_model"
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _classes()[name]
 
 
 def from_decoder(decoder: Decoder) -> Any:
@@ -58,7 +41,7 @@ def from_decoder(decoder: Decoder) -> Any:
     block: Any = decoder.blocks[-1]
     head = decoder.head
     layer, activation = block.attention, block.feed_forward[1]
-    config = _classes()["IsoposConfig"](
+    config = IsoposConfig(
         vocab_size=decoder.tokens.num_embeddings,
         hidden_size=decoder.tokens.embedding_dim,
         num_hidden_layers=len(decoder.blocks),
@@ -77,12 +60,58 @@ def from_decoder(decoder: Decoder) -> Any:
         window=layer.window,
         tie_word_embeddings=getattr(head, "weight", None) is decoder.tokens.weight,
     )
-    model = _classes()["IsoposForCausalLM"](config)
+    model = IsoposForCausalLM(config)
     model.decoder.load_state_dict(decoder.state_dict())
     return model.train(decoder.training)
 
 
-class _CausalLM(PreTrainedModel):
+class IsoposConfig(PreTrainedConfig):
+    """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
+
+    An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, stored when a model is
+    built. Other names are those of transformers and of `isopos.models.Decoder`.
+    """
+
+    model_type = "isopos"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "relu"
+    scheme: str = "rope"
+    scheme_options: dict[str, Any] = field(default_factory=dict)
+    scheme_extension: dict[str, Any] | None = None
+    fingerprint: str | None = None
+    cutoffs: list[int] = field(default_factory=list)
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    window: int | None = None
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        self.auto_map = {
+            "AutoConfig": f"{FILE}.IsoposConfig",
+            "AutoModelForCausalLM": f"{FILE}.IsoposForCausalLM",
+        }
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{FILE}.py").write_text(CODE, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Does nothing, as for the model."""
+
+
+class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
     """`isopos.models.Decoder` with any scheme of positions on a line, linear attention or softmax.
 
     ``generate`` and ``Trainer`` take it unchanged. Its cache is a ``Cache`` of `StateLayer`, of constant size for linear
@@ -96,6 +125,7 @@ class _CausalLM(PreTrainedModel):
     """
 
     config: Any
+    config_class = IsoposConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
@@ -161,8 +191,6 @@ class _CausalLM(PreTrainedModel):
             others: ``position_ids`` of these tokens ``[b t]``, no named parameter since ``generate`` would then give the
                 same position to all padding; and arguments of the loss, such as ``num_items_in_batch``.
         """
-        from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
-
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             value = others.pop(name, None)
             if value is not None and value is not False:
@@ -181,9 +209,7 @@ class _CausalLM(PreTrainedModel):
 
     def empty_cache(self) -> Any:
         """A cache without tokens."""
-        from transformers import Cache
-
-        return Cache(layers=[state_class()() for _ in self.decoder.blocks])
+        return Cache(layers=[StateLayer() for _ in self.decoder.blocks])
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, nn.Embedding):
@@ -215,32 +241,13 @@ class _CausalLM(PreTrainedModel):
         if cache is None:
             decoder.recompute = self.gradient_checkpointing and self.training
             return decoder.features(ids, positions, causal=True, mask=mask)
-        if not all(isinstance(layer, state_class()) for layer in cache.layers):
+        if not all(isinstance(layer, StateLayer) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
         y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])
         for block, arguments, layer in zip(decoder.blocks, at, cache.layers, strict=True):
             y, state = block(y, arguments, causal=True, mask=mask, return_state=True)
             layer.update(state, count)
         return decoder.norm(y)
-
-
-class _Coded:
-    """A configuration that is saved together with `CODE`."""
-
-    auto_map: dict[str, str]
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        self.auto_map = {
-            "AutoConfig": f"{FILE}.IsoposConfig",
-            "AutoModelForCausalLM": f"{FILE}.IsoposForCausalLM",
-        }
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        Path(save_directory, f"{FILE}.py").write_text(CODE, encoding="utf-8")
-        super().save_pretrained(save_directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Does nothing, as for the model."""
 
 
 def _scheme(config: Any) -> Scheme:
@@ -259,51 +266,5 @@ def _scheme(config: Any) -> Scheme:
     return scheme
 
 
-@functools.cache
-def _classes() -> dict[str, Any]:
-    """Create the classes and register them in transformers."""
-    attention.check_version()
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-
-    class IsoposConfig(_Coded, PreTrainedConfig):
-        """Sizes of an `IsoposForCausalLM`, and its scheme: a name and options, as ``isopos.NAME(d, h, **options)`` has them.
-
-        An extension is the arguments of `Scheme.extend`, or None. The fingerprint is the scheme's, stored when a model is
-        built. Other names are those of transformers and of `isopos.models.Decoder`.
-        """
-
-        model_type = "isopos"
-        keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-
-        vocab_size: int = 256
-        hidden_size: int = 256
-        num_hidden_layers: int = 4
-        num_attention_heads: int = 4
-        num_key_value_heads: int | None = None
-        intermediate_size: int | None = None
-        hidden_act: str = "relu"
-        scheme: str = "rope"
-        scheme_options: dict[str, Any] = field(default_factory=dict)
-        scheme_extension: dict[str, Any] | None = None
-        fingerprint: str | None = None
-        cutoffs: list[int] = field(default_factory=list)
-        dropout: float = 0.0
-        attention_dropout: float = 0.0
-        stochastic_depth: float = 0.0
-        window: int | None = None
-        tie_word_embeddings: bool = False
-        use_cache: bool = True
-        bos_token_id: int | None = None
-        eos_token_id: int | None = None
-        pad_token_id: int | None = None
-
-    class IsoposForCausalLM(_CausalLM, PreTrainedModel, GenerationMixin):
-        __doc__ = _CausalLM.__doc__
-        config_class = IsoposConfig
-
-    classes: dict[str, Any] = {cls.__name__: cls for cls in (IsoposConfig, IsoposForCausalLM)}
-    for name, cls in classes.items():
-        cls.__module__, cls.__qualname__ = __name__, name  # where pickle finds it
-    AutoConfig.register("isopos", IsoposConfig)
-    AutoModelForCausalLM.register(IsoposConfig, IsoposForCausalLM)
-    return classes | {"StateLayer": state_class()}
+AutoConfig.register("isopos", IsoposConfig)
+AutoModelForCausalLM.register(IsoposConfig, IsoposForCausalLM)

@@ -12,8 +12,6 @@ from isopos.integrations.transformers.rotary import Angles, Tables, measured
 from isopos.scheme import Scheme
 from isopos.schemes import REGISTRY
 
-__all__ = ["rotary_scheme"]
-
 EQUAL = 1e-5  # of cosines and sines at positions below 100, which are float32
 
 

@@ -15,8 +15,6 @@ from isopos.scheme import Scheme
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["load", "patch", "patched", "unpatch"]
-
 Model = TypeVar("Model", bound="PreTrainedModel")
 CHANGES = "_isopos_changes"  # attribute of a patched model, without its head, that holds the former values
 

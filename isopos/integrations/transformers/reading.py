@@ -9,9 +9,6 @@ from torch import nn
 
 from isopos.integrations.transformers.rotary import rotary_modules
 
-__all__ = ["added_tables", "attention_layers", "biased_layers", "cache_name", "head_dim", "heads_of", "rotary_module"]
-__all__ += ["rotates", "takes", "text_part"]
-
 TABLES = ("wpe", "position_embeddings", "position_embedding")
 
 

@@ -1,4 +1,4 @@
-"""Rotary modules of transformers: their measured properties, and modules that replace them."""
+"""Rotary modules of transformers: their measured properties, and modules that replace them and tables of positions."""
 
 import inspect
 import math
@@ -15,8 +15,6 @@ from isopos.bases import OddEven
 from isopos.encodings import Coupling, Identity, InBasis, Partial, Rotary
 from isopos.positions import grid
 from isopos.scheme import Scheme
-
-__all__ = ["Angles", "Tables", "Unrotated", "is_rotation", "measured", "of_type", "rotary_modules", "rotations", "tables"]
 
 FREQUENCIES = re.compile(r"^(.+_)?inv_freq$")
 FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -78,17 +76,21 @@ class Tables:
         return FORMS[self.form](cos.to(dtype), sin.to(dtype))
 
 
-class Angles(nn.Module):
-    """A rotary module with the angles of a scheme.
+class _Replaced(nn.Module):
+    """A module in place of a rotary module.
 
     Args:
-        scheme: A scheme that `Tables.take` accepts, or a ModuleDict with one scheme per layer type.
+        scheme: A scheme, or a ModuleDict with one scheme per layer type.
         tables: Properties of the replaced module.
     """
 
     def __init__(self, scheme: nn.Module, tables: Tables):
         super().__init__()
         self.scheme, self.tables = scheme, tables
+
+
+class Angles(_Replaced):
+    """A rotary module with the angles of a scheme that `Tables.take` accepts."""
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None) -> Any:
         """Tables at positions for features x, or for the patches of images x."""
@@ -97,17 +99,50 @@ class Angles(nn.Module):
         return self.tables.made(table[..., 0], table[..., 1], x.dtype)
 
 
-class Unrotated(nn.Module):
+class Unrotated(_Replaced):
     """A rotary module that rotates nothing, for models whose attention is ours and applies the scheme."""
-
-    def __init__(self, scheme: nn.Module, tables: Tables):
-        super().__init__()
-        self.scheme, self.tables = scheme, tables
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Tables of angle 0 for all positions."""
         shape = (*self.tables.positions(x, position_ids).shape[:-1], self.tables.pairs)
         return self.tables.made(torch.ones(shape, device=x.device), torch.zeros(shape, device=x.device), x.dtype)
+
+
+class _Replacement(nn.Module):
+    """A module in place of a table of absolute positions, which computes its vectors by a scheme.
+
+    Args:
+        scheme: The scheme.
+        old: The replaced table ``[n m]``; its dtype and device are used.
+    """
+
+    like: Tensor
+
+    def __init__(self, scheme: Scheme, old: Tensor):
+        super().__init__()
+        self.scheme = scheme
+        self.register_buffer("like", old.new_empty(0, old.shape[-1]), persistent=False)
+
+
+class Sinusoids(_Replacement):
+    """Table for RoFormer's rotations, sines of all pairs and then cosines, from a scheme with `rotations`."""
+
+    def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
+        """Table ``[t d]`` at positions ``[t]``; by default of tokens ``[b t]`` after `past` earlier tokens."""
+        x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
+        table = torch.cat(tables(self.scheme, x[..., None], self.like.dtype), -2)
+        cos, sin = table.to(self.like.dtype).unbind(-1)
+        return torch.cat((sin, cos), -1)
+
+
+class Absolute(_Replacement):
+    """The vectors that a scheme adds to embeddings of tokens, or zeros."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Vectors ``[b t m]`` of positions ``[b t]``."""
+        if (added := self.scheme.embedding) is None:
+            return self.like.new_zeros(*position_ids.shape, self.like.shape[-1])
+        return added(position_ids[..., None]).to(self.like.dtype)
 
 
 def of_type(scheme: nn.Module, layer_type: str | None) -> Any:
@@ -175,7 +210,8 @@ def measured(old: Any) -> Tables:
         probe: Any = type(old)(config).eval()
         types = sorted(set(getattr(config, "layer_types", None) or ())) if "layer_type" in takes else ()
         types = tuple(one for one in types if hasattr(probe, f"{one}_inv_freq"))
-        patch = _pair(config.patch_size) if "pixel_values" in takes else None
+        size = config.patch_size if "pixel_values" in takes else ()
+        patch: Any = ((size, size) if isinstance(size, int) else tuple(size)) or None
         options = {"layer_type": types[0]} if types else {}
 
         def call(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -221,7 +257,3 @@ def _rotated(old: Any) -> tuple[bool, bool]:
 
 def _first(tables: Any) -> Tensor:
     return tables if isinstance(tables, Tensor) else tables[0]
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)

@@ -13,8 +13,6 @@ from isopos.integrations.transformers.attention import ATTENTION
 from isopos.schemes import REGISTRY, Scheme
 from isopos.schemes.registry import resolve
 
-__all__ = ["ENTRY", "VALUES", "class_named", "described", "expect_same", "load_values", "made", "rebuilt", "save", "tell"]
-
 ENTRY = "isopos"  # of a configuration
 VALUES = r"(^|\.)(scheme|isopos|isopos_window)\."
 """Names of what a scheme has learned in the state of a patched model."""

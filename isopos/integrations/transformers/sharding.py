@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from isopos.integrations.transformers import attention, reading
 from isopos.parallel import Ring, cut, shards
 
-__all__ = ["cut_labels", "over"]
-
 KINDS = ("full_attention", "sliding_attention")
 
 

@@ -1,33 +1,15 @@
-"""States of linear attention as layers of a cache of transformers.
+"""States of linear attention as layers of a cache of transformers. Importing this module imports transformers (seconds)."""
 
-The class is created at its first use, since it inherits from transformers, which takes seconds to import.
-"""
-
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
 from isopos.state import State
 
-if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
 
-    StateLayer: Any
-else:
-    CacheLayerMixin = object  # until the class is made
-
-__all__ = ["StateLayer", "state_class"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "StateLayer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return state_class()
-
-
-class _StateLayer(CacheLayerMixin):
+class StateLayer(CacheLayerMixin):
     """Cache of one layer: its number of tokens, their `isopos.State`, and the state of a window.
 
     Sums of linear attention cannot forget single tokens, so this cache cannot be cropped.
@@ -83,15 +65,3 @@ class _StateLayer(CacheLayerMixin):
                 f"crop: expected no tokens to forget, since a state holds sums of all, got {tokens_to_remove}; keep the "
                 "cache of before, or start with an empty one"
             )
-
-
-@functools.cache
-def state_class() -> Any:
-    """The class `StateLayer`."""
-    from transformers.cache_utils import CacheLayerMixin  # pyright: ignore[reportMissingImports]
-
-    class StateLayer(_StateLayer, CacheLayerMixin):
-        __doc__ = _StateLayer.__doc__
-
-    StateLayer.__module__, StateLayer.__qualname__ = __name__, "StateLayer"  # where pickle finds it
-    return StateLayer

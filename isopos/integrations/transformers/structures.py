@@ -35,13 +35,10 @@ from isopos.integrations.transformers.arguments import (
     of_words,
 )
 from isopos.integrations.transformers.attention import ATTENTION
-from isopos.integrations.transformers.embeddings import Absolute, Sinusoids
 from isopos.integrations.transformers.linear import Window
 from isopos.integrations.transformers.reading import head_dim, heads_of
-from isopos.integrations.transformers.rotary import Angles, Unrotated, is_rotation, measured
+from isopos.integrations.transformers.rotary import Absolute, Angles, Sinusoids, Unrotated, is_rotation, measured
 from isopos.scheme import Linear, Scheme
-
-__all__ = ["ABSENT", "Change", "Changes", "Hook", "changes", "each"]
 
 ABSENT = ...  # one object, also in copies
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from isopos.lab.commands.check import UNMEASURED
 from isopos.lab.runs.files import printable
-
-__all__ = ["Options", "run"]
+from isopos.spec import read
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def run(options: Options, console: Console) -> int:
     from isopos.laws.checks import raised_at
 
     try:
-        names = [name.strip() for name in options.checks.split(",")] if options.checks else None
+        names = [piece.text for piece in read("checks", options.checks).split(",")] if options.checks else None
         report = audited(options.model, names, Path(options.text).read_text(encoding="utf-8") if options.text else None)
     except ModuleNotFoundError as error:
         if error.name != "transformers":

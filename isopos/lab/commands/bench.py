@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.commands import bounded
+from isopos.lab.reports import grids
 from isopos.lab.tasks.task import require
 
 RACES = Literal["attention", "rotary", "decode", "sublayer", "threads", "load", "growth"]
@@ -40,7 +41,6 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print the rows of a section, or of all except exactness; write them to a folder if `out` is set."""
     from isopos.lab.bench import accuracy, exactness, gpu, processes, results
-    from isopos.lab.reports import grids
     from isopos.lab.timing import titles
     from isopos.lab.training.run import usable_device
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from isopos.lab import tasks
-from isopos.lab.commands import bounded, parse_known
+from isopos.lab.commands import bounded, parse_known, report
 from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Model, Recipe, Training
 from isopos.lab.reports import grids
@@ -142,8 +142,6 @@ def _compare(
 
 def _finish(folder: Path, console: Console, *, complete: bool) -> None:
     """Show the report; if no run has ended, restore the folder that was replaced."""
-    from isopos.lab.commands import report
-
     before = folders.aside_path(folder)
     if not ranking(folder).rows and folders.restore(folder):
         grids.say(console, f"no run was finished: {folder} is unchanged")

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.lab.runs import folders
 from isopos.lab.runs.files import printable
+from isopos.lab.tasks.task import Recipe, evaluation, require
 
 TRANSFER, TUNING = "transfer", "tuning"
 
@@ -59,9 +61,7 @@ def run(options: Options, console: Console) -> int:
 
 
 def _run(options: Options, console: Console) -> int:
-    from isopos.lab.runs import folders
     from isopos.lab.tasks.conversion import read_model
-    from isopos.lab.tasks.task import evaluation
     from isopos.lab.training.run import check_recipe, train
 
     from transformers.utils import logging  # pyright: ignore[reportMissingImports] # isort: skip
@@ -117,7 +117,6 @@ def _runs(options: Options) -> Path:
 def _recipes(options: Options, runs: Path) -> dict[str, Any]:
     """The recipes of the stages."""
     from isopos.lab.tasks.conversion import Conversion
-    from isopos.lab.tasks.task import Recipe, require
 
     steps = options.transfer_steps
     require("transfer_steps", steps, "0 or more", steps >= 0)
@@ -134,7 +133,7 @@ def _recipes(options: Options, runs: Path) -> dict[str, Any]:
 
 def _write(recipe: Any, run: Path, source: Path, new: Path) -> None:
     """Write the converted model, whole or not at all."""
-    from isopos.lab.runs import checkpoints, folders
+    from isopos.lab.runs import checkpoints
 
     model = recipe.task.model(recipe)
     checkpoints.read_weights(model, run / checkpoints.WEIGHTS)

@@ -11,6 +11,8 @@ from isopos.lab.commands import parse_known
 from isopos.lab.recipes import RECIPES, SCALES, Recipe, preset, recipe_function
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.lab.runs.folders import check_same_recipe, check_vacant, read_recipe, run_folder
+from isopos.lab.runs.locks import check_free
 
 
 def _recipes() -> str:
@@ -55,8 +57,6 @@ def default(arguments: Sequence[str]) -> Options:
 
 def run(options: Options, console: Console) -> int:
     """Train and return the exit status: 0, or 1 if training diverged."""
-    from isopos.lab.runs.folders import check_same_recipe, check_vacant, read_recipe, run_folder
-    from isopos.lab.runs.locks import check_free
     from isopos.lab.training import run as training
     from isopos.lab.training.memory import check_memory
 

@@ -24,8 +24,6 @@ import numpy as np
 from isopos.lab.data import cache
 from isopos.lab.runs.files import check_plain, damaged, read_json
 
-__all__ = ["Arrays", "Ragged", "Writer", "cached_arrays", "in_memory", "key_of"]
-
 ABOUT = "about.json"
 
 

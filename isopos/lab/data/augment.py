@@ -10,8 +10,6 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image, ImageEnhance, ImageOps
 
-__all__ = ["POLICIES", "erase", "mix", "random_crop"]
-
 EMPTY = "#808080"
 ATTEMPTS = 10  # to find a rectangle that fits
 NOISE = 128, 58  # mean and standard deviation of the noise in erased rectangles

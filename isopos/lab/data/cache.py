@@ -13,8 +13,6 @@ from filelock import FileLock
 
 from isopos.lab.runs.files import Damaged, read_json, write_text
 
-__all__ = ["cached_folder", "cached_value", "default_root"]
-
 
 def default_root() -> Path:
     """$ISOPOS_CACHE, else isopos in $XDG_CACHE_HOME, else ~/.cache/isopos."""

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from isopos.catalog import expect
@@ -31,11 +32,6 @@ from isopos.lab.data.arrays import Arrays, Writer, in_memory, key_of
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, check_tokenizer, named_split, preparing
 from isopos.lab.data.sources import Source, decoded, find_source, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["SPLITS", "Corpus", "load_corpus"]
 
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.corpora.load_corpus"})
 
@@ -120,7 +116,7 @@ def load_corpus(
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
     cache: Path | None = None,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> Corpus:
     """The corpus of a source, tokenized once, then memory-mapped.
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["draw"]
-
 STROKES: tuple[str, ...] = (
     "5,0 8,2 9,5 8,8 5,10 2,8 1,5 2,2 5,0",
     "3,2 6,0 6,10",

@@ -14,9 +14,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
@@ -24,25 +25,6 @@ from isopos.lab.data.labelled import assign_splits
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = [
-    "CLOSE",
-    "NUMBERS",
-    "OPERATORS",
-    "TOKENS",
-    "Expression",
-    "encode",
-    "evaluate",
-    "generate",
-    "read_expressions",
-    "splits_of",
-    "to_text",
-    "tree_nodes",
-    "write",
-]
 
 __getattr__ = renamed(__name__, {"read": "isopos.lab.data.expressions.read_expressions"})
 
@@ -205,7 +187,7 @@ def tree_nodes(tokens: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def read_expressions(source: str, console: "Console | None" = None) -> Splits[Expression]:
+def read_expressions(source: str, console: Console | None = None) -> Splits[Expression]:
     """The expressions of a file, or of the .tsv files in a folder; also packed, as .tsv.gz.
 
     A row is a label, a tab and an expression, unless the first row names the columns: Source and Target. Every label is

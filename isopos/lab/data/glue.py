@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from isopos.catalog import expect
 from isopos.deprecation import renamed
@@ -24,11 +25,6 @@ from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.prepare import preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.lab.data.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["SPLITS", "SUBSETS", "Sample", "Subset", "load_glue", "phrases", "read_glue", "subset_of"]
 
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.glue.load_glue"})
 
@@ -88,7 +84,7 @@ def subset_of(source: str) -> str:
     return name or "CoLA"
 
 
-def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: "Console | None" = None) -> Arrays:
+def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: Console | None = None) -> Arrays:
     """The samples of a source by split, prepared once, then memory-mapped.
 
     Each split has the arrays SPLIT-tokens and SPLIT-starts of all texts, and SPLIT-answers. The fact `left` counts skipped

@@ -6,8 +6,6 @@ from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, key_of
 from isopos.lab.data.prepare import SPLITS, OnProgress
 
-__all__ = ["distances", "draw", "prepare"]
-
 CACHE_VERSION = 1
 NEIGHBOURS = 2  # nearest points that each one is joined to
 AT_ONCE = 500  # graphs written together

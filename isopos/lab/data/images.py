@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data import cache
@@ -23,11 +24,6 @@ from isopos.lab.data.arrays import Writer, key_of
 from isopos.lab.data.digits import draw
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
 from isopos.lab.data.sources import Source, find_source, hub_images
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["ImageDataset", "digits", "read_images"]
 
 __getattr__ = renamed(
     __name__, {"Pictures": "isopos.lab.data.images.ImageDataset", "read": "isopos.lab.data.images.read_images"}
@@ -98,7 +94,7 @@ def read_images(
     width: int = 0,
     *,
     grey: bool = False,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> ImageDataset:
     """The images of a folder, an archive or a dataset, decoded into the cache once, then memory-mapped.
 

@@ -21,19 +21,6 @@ from isopos.lab.data.arrays import Arrays, Writer
 from isopos.lab.data.prepare import SPLITS, named_split, split_rule
 from isopos.lab.data.sources import Source, column_index, lines_of, row_error, table_cells
 
-__all__ = [
-    "LINES",
-    "Classes",
-    "LabelledArrays",
-    "Row",
-    "assign_splits",
-    "json_rows",
-    "row_splits",
-    "rows",
-    "similar_classes",
-    "table_rows",
-]
-
 TABLES = (".csv", ".tsv", ".jsonl")
 LINES = (".txt", ".ptb", ".mrg")  # files of s-expressions in a folder
 SURROGATE = re.compile(r"[\ud800-\udfff]")

@@ -12,23 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from isopos.trees import Unread
 
-__all__ = [
-    "LabelledTree",
-    "Order",
-    "TreeBuilder",
-    "arities_of",
-    "from_order",
-    "in_order",
-    "mirror",
-    "parse",
-    "problem_of",
-    "random_shape",
-    "reduce_pairs",
-    "s_expression",
-    "subtree",
-    "subtree_sizes",
-]
-
 Order = Literal["breadth", "depth"]
 """Level by level, or in preorder."""
 

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
@@ -16,11 +17,7 @@ from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
 from isopos.lab.data.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["load_pairs", "pair_source", "read_pairs", "sequences", "split_keys", "table_names", "table_pairs"]
+from isopos.spec import read
 
 __getattr__ = renamed(
     __name__, {"load_texts": "isopos.lab.data.pairs.load_pairs", "read_texts": "isopos.lab.data.pairs.read_pairs"}
@@ -78,9 +75,10 @@ def read_pairs(source: str, languages: str, dropped: Counter[str]) -> Iterator[t
         ValueError: If there is nothing to read, a row does not have two columns, two files differ in their numbers of
             lines, or a line is not UTF-8 (with file and line).
     """
-    endings = [ending.strip().lstrip(".") for ending in languages.split(",")] if languages else []
+    option = read("languages", languages)
+    endings = [piece.text.lstrip(".") for piece in option.split(",")] if languages else []
     if endings and (len(endings) != 2 or endings[0] == endings[1]):
-        raise ValueError(f"languages: expected the two endings of a folder's files, as en,de, got {languages!r}")
+        raise option.wrong("the two endings of a folder's files, as en,de")
     sources = [pair_source(part) for part in _parts(source, languages)]
 
     def pairs() -> Iterator[tuple[str, tuple[str, str]]]:
@@ -115,7 +113,7 @@ def load_pairs(
     languages: str,
     tokenizer: str | Tokenizer,
     vocabulary: int | None = None,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> tuple[Splits[tuple[np.ndarray, np.ndarray]], Tokenizer]:
     """Tokens of the pairs of `read_pairs`, prepared once, then memory-mapped; and their tokenizer.
 
@@ -155,7 +153,7 @@ def _tokens(arrays: Arrays, split: str, row: int) -> tuple[np.ndarray, np.ndarra
 
 def _parts(source: str, languages: str) -> list[str]:
     """The two files of a source, or the source."""
-    files = [part.strip() for part in source.split(",")]
+    files = [piece.text for piece in read("data", source).split(",")]
     return files if len(files) == 2 and not languages else [source]
 
 

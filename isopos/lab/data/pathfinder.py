@@ -28,8 +28,6 @@ from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, key_of
 from isopos.lab.data.prepare import SPLITS, OnProgress
 
-__all__ = ["draw", "prepare"]
-
 CACHE_VERSION = 2
 FEWEST = 4  # Dashes of a long path.
 STEP, GAP = 2.5, 1.75  # Pixels from one dash to the next along a path, and pixels of the gap between them.

@@ -6,28 +6,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from isopos.catalog import expect
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Arrays, Fill, Writer, cached_arrays, key_of
 from isopos.lab.data.sources import Source, survey
 from isopos.lab.data.tokenizers import KINDS, Bytes, Tokenizer, learn, load_tokenizer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = [
-    "SPLITS",
-    "OnProgress",
-    "Preparation",
-    "cached_survey",
-    "check_tokenizer",
-    "named_split",
-    "preparing",
-    "progress_bars",
-    "split_rule",
-]
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
 CACHE_VERSION = 1
@@ -137,7 +124,7 @@ class Preparation:
 
 @contextlib.contextmanager
 def preparing(
-    *sources: Source, root: Path | None = None, console: "Console | None" = None, raw: bool = False
+    *sources: Source, root: Path | None = None, console: Console | None = None, raw: bool = False
 ) -> Iterator[Preparation]:
     """Survey sources, as raw bytes or as text, and show the progress on a console.
 
@@ -152,7 +139,7 @@ def preparing(
 
 
 @contextlib.contextmanager
-def progress_bars(console: "Console | None", what: str = "text") -> Iterator[OnProgress]:
+def progress_bars(console: Console | None, what: str = "text") -> Iterator[OnProgress]:
     """Shows progress: bars on a terminal, elsewhere one line per stage; nothing without a console."""
     from rich.progress import Progress
 

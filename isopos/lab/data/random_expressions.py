@@ -18,8 +18,6 @@ from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, w
 from isopos.lab.data.prepare import SPLITS
 from isopos.lab.data.splits import Splits
 
-__all__ = ["Settings", "draw", "prepare"]
-
 CACHE_VERSION = 2
 AT_ONCE = 2000  # expressions generated together
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # equally likely

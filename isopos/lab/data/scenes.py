@@ -11,8 +11,6 @@ import numpy as np
 from isopos.lab.data.arrays import Arrays, Writer, in_memory
 from isopos.lab.data.prepare import SPLITS
 
-__all__ = ["draw", "prepare"]
-
 APART = 0.3  # largest coordinate of a camera
 YAW, PITCH = math.pi / 6, math.pi / 8  # largest angles to the common direction of a scene, and to the floor
 FOCAL = (0.5, 1.0)  # focal lengths, in widths of an image: angles of view from 53 to 90 degrees

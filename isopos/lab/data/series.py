@@ -17,8 +17,6 @@ from isopos.deprecation import renamed
 from isopos.lab.data.sources import column_index, find_source, lines_of, row_error, table_cells
 from isopos.times import seconds_since_1970
 
-__all__ = ["UNITS", "Series", "example_series", "read_series"]
-
 __getattr__ = renamed(
     __name__, {"read": "isopos.lab.data.series.read_series", "drawn": "isopos.lab.data.series.example_series"}
 )

@@ -22,21 +22,6 @@ from typing import Any, BinaryIO
 from isopos.deprecation import renamed
 from isopos.lab.runs.files import check_plain
 
-__all__ = [
-    "Document",
-    "Source",
-    "column_index",
-    "decoded",
-    "find_source",
-    "hub_images",
-    "lines_of",
-    "row_error",
-    "survey",
-    "table_cells",
-    "two_columns",
-    "whole_lines",
-]
-
 __getattr__ = renamed(__name__, {"find": "isopos.lab.data.sources.find_source"})
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once

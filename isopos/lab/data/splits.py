@@ -10,8 +10,6 @@ import numpy as np
 from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.prepare import SPLITS
 
-__all__ = ["Splits", "Stored", "stored"]
-
 Sample = TypeVar("Sample", covariant=True)
 
 

@@ -9,9 +9,9 @@ Example:
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
@@ -19,11 +19,6 @@ from isopos.lab.data.labelled import Classes, LabelledArrays, Row, row_splits, r
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
 from isopos.lab.data.sources import find_source, row_error
 from isopos.lab.data.tokenizers import Tokenizer, learn
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Texts", "load_texts"]
 
 __getattr__ = renamed(__name__, {"load": "isopos.lab.data.texts.load_texts"})
 
@@ -50,7 +45,7 @@ def load_texts(
     *,
     tokenizer: str | Tokenizer = "bytes",
     vocabulary: int | None = None,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> Texts:
     """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
 

@@ -25,20 +25,6 @@ import numpy as np
 
 from isopos.lab.runs.files import Damaged, damaged, mismatch, read_json, write_text
 
-__all__ = [
-    "BPE",
-    "EOS",
-    "KINDS",
-    "UNK",
-    "Bytes",
-    "Tokenizer",
-    "Words",
-    "learn",
-    "load_tokenizer",
-    "tokenizer_arguments",
-    "tokenizer_of",
-]
-
 KINDS = ("bytes", "words", "bpe")
 EOS, UNK = "<eos>", "<unk>"
 FILE = "tokenizer.json"

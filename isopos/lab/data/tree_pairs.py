@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
 from isopos.lab.data.labelled import assign_splits
@@ -23,11 +24,6 @@ from isopos.lab.data.pairs import pair_source, table_names, table_pairs
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source
 from isopos.lab.data.splits import Splits, stored
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Operation", "TreePairs", "labels_of", "random_trees", "read_trees"]
 
 Operation = Literal["copy", "rotation", "c3", "ops"]
 ACTIONS = ("extract", "flip-extract", "truncate", "no-op")
@@ -148,7 +144,7 @@ def _made(
     return source, made[ACTIONS[action]]()
 
 
-def read_trees(source: str, console: "Console | None" = None) -> TreePairs:
+def read_trees(source: str, console: Console | None = None) -> TreePairs:
     """Pairs of trees from rows of two s-expressions with a tab between them; see `table_pairs` and `read_pairs`.
 
     A token is a label together with a number of children. Prepared once, then memory-mapped.

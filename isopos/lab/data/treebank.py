@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
@@ -22,11 +23,6 @@ from isopos.lab.data.labelled_trees import arities_of, problem_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["NODE", "UNKNOWN", "TreeDataset", "load_trees", "loads", "to_text"]
 
 __getattr__ = renamed(
     __name__, {"Bank": "isopos.lab.data.treebank.TreeDataset", "load": "isopos.lab.data.treebank.load_trees"}
@@ -73,7 +69,7 @@ def load_trees(
     inner: bool = False,
     vocabulary: int = 0,
     words: Sequence[str] = (),
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> TreeDataset:
     """The labelled trees of a source, prepared once, then memory-mapped.
 

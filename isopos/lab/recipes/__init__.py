@@ -12,26 +12,18 @@ __all__ = ["PLACEMENT", "RECIPES", "SCALES", "Model", "Recipe", "Training", "pre
 GRAMMAR = ("join_spec", "map_spec", "of_layers", "parse_schemes", "split_spec")
 __getattr__ = renamed(__name__, {name: f"isopos.spec.{name}" for name in GRAMMAR})
 
-RECIPES = {
-    "quickstart": "language:quickstart",
-    "lrpe-alm": "language:lrpe_alm",
-    "permuteformer-lm": "language:permuteformer_lm",
-    "lrpe-blm": "masked:lrpe_blm",
-    "lrpe-glue": "masked:lrpe_glue",
-    "listops": "listops:listops",
-    "lra-text": "arena:lra_text",
-    "lra-listops": "arena:lra_listops",
-    "lra-retrieval": "arena:lra_retrieval",
-    "lra-pathfinder": "arena:lra_pathfinder",
-    "permuteformer-text": "arena:permuteformer_text",
-    "permuteformer-retrieval": "arena:permuteformer_retrieval",
-    "permuteformer-pathfinder": "arena:permuteformer_pathfinder",
-    "permuteformer-image": "arena:permuteformer_image",
-    "cct": "images:cct",
-    "deit": "images:deit",
-    "transduction": "transduction:transduction",
-    "tree-transduction": "transduction:tree_transduction",
+FUNCTIONS = {
+    "language": ("quickstart", "lrpe_alm", "permuteformer_lm"),
+    "masked": ("lrpe_blm", "lrpe_glue"),
+    "listops": ("listops",),
+    "arena": (
+        *("lra_text", "lra_listops", "lra_retrieval", "lra_pathfinder"),
+        *(f"permuteformer_{task}" for task in ("text", "retrieval", "pathfinder", "image")),
+    ),
+    "images": ("cct", "deit"),
+    "transduction": ("transduction", "tree_transduction"),
 }
+RECIPES = {name.replace("_", "-"): f"{file}:{name}" for file, names in FUNCTIONS.items() for name in names}
 """Each recipe's file in this folder and its function, which takes a scale."""
 
 

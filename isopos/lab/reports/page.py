@@ -20,8 +20,6 @@ from isopos.positions import Line
 from isopos.scheme import Scheme
 from isopos.spec import of_layers
 
-__all__ = ["STYLE", "html", "rows_html", "svg", "write"]
-
 SMOOTH = 10  # steps
 PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from isopos.lab.reports.intervals import MIN_SEEDS, Difference
 
-__all__ = ["FILE", "HEADER", "Comparison", "Question", "Row", "caption", "cells", "load"]
-
 FILE = Path(__file__).with_name("recommendations.json")
 FEW_DATA = 3  # on fewer data sets an answer says so
 LISTED = 4  # rows that an answer names

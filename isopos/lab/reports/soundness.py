@@ -10,8 +10,6 @@ from isopos.lab.reports.page import STYLE, html, rows_html, svg
 from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import write_text
 
-__all__ = ["write"]
-
 TITLES = ("severity", "check", "expected", "measured", "where", "line", "remedy", "issue")
 LEAST, MOST = 1e-17, 10.0  # errors are drawn between these
 

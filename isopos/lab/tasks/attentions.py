@@ -18,8 +18,6 @@ from isopos.models import Classifier, Encoder, PairClassifier, Vision
 from isopos.scheme import Scheme
 from isopos.spec import of_layers, split_spec
 
-__all__ = ["BASELINES", "absence", "check_baseline", "replace_attention"]
-
 KERNEL = 35  # width of Nyströmformer's convolution in tokens
 HASHES = 2  # rounds of hashing in Reformer
 LONGEST = 1024  # tokens of the longest sample if the task does not say

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, require
+from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-
-__all__ = ["Bidirectional", "RandomTokens"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,7 @@ class Bidirectional(PositionedTask):
 
     name = "bidirectional"
     unit = "tokens"
+    in_shards = "length"
     views = ()
     limits = ((("vocabulary", "length"), 1, 10**9),)
     groups, where, bound = ("Line",), "on a line, which text has", ("length", "shortens samples")
@@ -32,10 +30,6 @@ class Bidirectional(PositionedTask):
 
     def size(self, recipe: Recipe) -> int:
         return recipe.training.batch * self.length
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        ranks = recipe.training.sequence_parallel
-        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
 
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Encoder", self.vocabulary)

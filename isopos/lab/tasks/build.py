@@ -18,17 +18,6 @@ from isopos.positions import Group, Tree
 from isopos.schemes import Scheme, build
 from isopos.spec import of_layers, split_spec
 
-__all__ = [
-    "build_model",
-    "build_scheme",
-    "check_group",
-    "group_of",
-    "memory",
-    "repeated_positions",
-    "scheme_of",
-    "warm_start_recipe",
-]
-
 Built = TypeVar("Built")
 WEIGHTS = "model.safetensors"  # of a finished run
 SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields that a warm start keeps

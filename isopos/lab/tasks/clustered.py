@@ -11,8 +11,6 @@ from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softm
 from isopos.catalog import at_least
 from isopos.exact import full_precision
 
-__all__ = ["clustered_attention"]
-
 
 def clustered_attention(
     q: Tensor,

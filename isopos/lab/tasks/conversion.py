@@ -8,22 +8,20 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 from isopos.lab.data import corpora
 from isopos.lab.data.tokenizers import Tokenizer
+from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, evaluation, require
+from isopos.scheme import Scheme
 from isopos.spec import split_spec
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Conversion", "Converted", "Pretrained", "Windows", "read_model"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Conversion(Task):
     def reinitialised(self, recipe: Recipe) -> tuple[str, ...]:
         return ()
 
-    def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "Windows":
+    def load(self, recipe: Recipe, console: Console | None = None, run: Path | None = None) -> "Windows":
         chosen = "bytes" if self.tokenizer == "bytes" else Pretrained(Path(self.source))
         return Windows(self, corpora.load_corpus(self.data, self.length, tokenizer=chosen, console=console))
 
@@ -104,8 +102,6 @@ class Converted(nn.Module):
     @property
     def scheme(self) -> Any:
         """The scheme of linear attention."""
-        from isopos.scheme import Scheme
-
         return next(module for module in self.student.modules() if isinstance(module, Scheme))
 
     @property
@@ -205,8 +201,6 @@ def read_model(folder: Path) -> Any:
     Raises:
         ValueError: If there is none, or one that has a scheme of isopos or linear attention already.
     """
-    from isopos.lab.runs.files import read_json
-
     try:
         config = read_json(folder / "config.json", dict[str, Any], "save the model again")
     except OSError:

@@ -15,8 +15,6 @@ from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 from isopos.parallel import cut, summed
 
-__all__ = ["perplexity", "pieces", "sample_tokens", "tokens_at_once", "unscorable"]
-
 __getattr__ = renamed(__name__, {"choose": "isopos.lab.tasks.decoding.sample_tokens"})
 
 PIECE = 4096  # largest number of tokens per call

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos import catalog
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.glue import SPLITS, SUBSETS, Subset, load_glue, subset_of
 from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
@@ -20,10 +21,6 @@ from isopos.lab.tasks.text import TextSamples, cut_longer
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
-
-__all__ = ["Glue", "GlueSamples"]
 
 FIGURES = {
     "accuracy": Metric("accuracy", "accuracy", "higher", ".1%", note="accuracy: share of held-out rows labelled rightly"),
@@ -54,6 +51,7 @@ class Glue(PositionedTask):
     edits = MappingProxyType({"steps": 300, "batch": 32, "length": 128, "learning_rate": 2e-3})
     unit = "rows"
     counted = "rows"
+    in_shards = True
     limits = (("length", 4, 10**9), (("vocabulary", "validation_rows"), 0, 10**9))
     inferred = ("subset", "vocabulary")
     groups, where, bound = ("Line",), "on a line, which text has", ("length", "cuts texts there")
@@ -96,9 +94,6 @@ class Glue(PositionedTask):
             )
         return folder
 
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", (self.vocabulary or 256) + 1, len(self.kind.labels) or 1)
 
@@ -128,9 +123,7 @@ class Glue(PositionedTask):
 class GlueSamples(TextSamples):
     """Rows of a task of GLUE."""
 
-    unit = "rows"
-
-    def __init__(self, task: Glue, arrays: "Arrays", tokenizer: Tokenizer):
+    def __init__(self, task: Glue, arrays: Arrays, tokenizer: Tokenizer):
         self.kind, self.name, self.end = task.kind, task.data or "built-in phrases", tokenizer.encode("\n")
         splits = [split for split in SPLITS if arrays.facts["rows"][split]]
         super().__init__(task, arrays, tokenizer, len(self.kind.texts), splits)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data import graphs
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Recipe, require
@@ -14,10 +17,6 @@ from isopos.lab.tasks.task import Recipe, require
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
-
-__all__ = ["GraphDistance", "GraphSamples"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,6 @@ class GraphDistance(PositionedTask):
         return self.build(recipe, "Classifier", 2, self.farthest)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GraphSamples":
-        from isopos.lab.data import graphs
-        from isopos.lab.data.prepare import progress_bars
-
         tenth = self.graphs // 10
         counts = (self.graphs - 2 * tenth, tenth, tenth)
         with progress_bars(console) as progressing:
@@ -83,17 +79,12 @@ class GraphDistance(PositionedTask):
 class GraphSamples(Labelled):
     """Graphs with two marked nodes, for training and evaluation."""
 
-    unit = "graphs"
-
-    def __init__(self, task: GraphDistance, arrays: "Arrays"):
+    def __init__(self, task: GraphDistance, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.vertices) for split, rows in labels.items()}
         self.name = "points of a square and their neighbours, drawn"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} graphs of {task.vertices} nodes"
-
-    def labels(self, split: str) -> np.ndarray:
-        return self.arrays[f"{split}-labels"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]``, 1 at marked nodes; eigenvectors ``[b t c]``, or numbers of nodes ``[t 1]``; classes ``[b]``."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.images import ImageDataset
 
-__all__ = ["ImageSamples", "Images"]
-
 __getattr__ = renamed(__name__, {"Album": "isopos.lab.tasks.images.ImageSamples"})
 
 CROP = 8  # training images are shifted by at most 1 / CROP of a side
@@ -157,7 +155,6 @@ class Images(PositionedTask):
 class ImageSamples(Labelled):
     """Images for training and evaluation."""
 
-    unit = "images"
     shift = 0  # pixels by which scored images are moved: right, down, left and up in turn
 
     def __init__(self, task: Images, pictures: "ImageDataset"):

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.corpora import Corpus
 
-__all__ = ["Language", "Text", "TextTask", "Windows"]
-
 NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
 
 
@@ -33,6 +31,7 @@ class TextTask(PositionedTask):
     validation_tokens: int = 32768  # Largest number of held-out tokens that are scored; 0: all.
 
     unit = "tokens"
+    in_shards = "length"
     limits = (("length", 1, 10**9), ("vocabulary", 0, 10**9), ("validation_tokens", 0, 10**15))
     inferred = ("vocabulary",)
     groups, where, bound = ("Line",), "on a line, which text has", ("", "")  # windows are checked by a call of the model
@@ -74,10 +73,6 @@ class TextTask(PositionedTask):
             small = recipe.edit(vocabulary=0)  # the scheme does not depend on it
             small.task.model(small)(torch.zeros(1, self.length, dtype=torch.int64))
         return repeated_positions(recipe, scheme, self.reach)
-
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        ranks = recipe.training.sequence_parallel
-        require("length", self.length, f"a multiple of sequence_parallel = {ranks}", self.length % ranks == 0)
 
     def corpus(self, console: "Console | None", run: Path | None) -> "Corpus":
         """The text as tokens of a new tokenizer, or of the tokenizer of a run."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-__all__ = ["Expressions", "ListOps"]
-
 RANDOM = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}  # built-in expressions
 COUNTS = (10_000, 1000, 1000)
 HELD_OUT = 2000  # largest held-out split of other random expressions; they are a twelfth each, too
@@ -52,6 +50,7 @@ class ListOps(PositionedTask):
     edits = MappingProxyType({"steps": 800, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "examples"
     counted = "expressions"
+    in_shards = True
     limits = (
         (("longest", "branches", "validation_rows", "shortest"), 0, 10**9),
         ("depth", 1, 50),
@@ -79,9 +78,6 @@ class ListOps(PositionedTask):
         values = {name: getattr(self, name) for name in ("depth", "arguments", "shortest", "expressions")}
         return {name: value for name, value in values.items() if value != getattr(ListOps, name)}
 
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", len(TOKENS), 10)
 
@@ -98,8 +94,6 @@ class ListOps(PositionedTask):
 
 class Expressions(Labelled):
     """Expressions for training and evaluation."""
-
-    unit = "expressions"
 
     def __init__(self, task: ListOps, expressions: Splits[Expression]):
         self.task, self.rows, self.name = task, expressions.splits, task.data or "built-in"

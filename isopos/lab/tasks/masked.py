@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["Masked", "MaskedText", "mask_tokens"]
-
 MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens
 
 

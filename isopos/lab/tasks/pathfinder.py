@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.deprecation import renamed
+from isopos.lab.data import pathfinder
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy
 from isopos.lab.tasks.task import Recipe
@@ -15,10 +18,6 @@ from isopos.lab.tasks.task import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-
-    from isopos.lab.data.arrays import Arrays
-
-__all__ = ["Pathfinder", "PathfinderSamples"]
 
 __getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
@@ -43,6 +42,7 @@ class Pathfinder(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "pictures"
     counted = "pictures"
+    in_shards = True
     limits = (
         ("side", 8, 1024),
         ("dashes", 1, 1000),
@@ -59,16 +59,10 @@ class Pathfinder(PositionedTask):
     def fits(self) -> dict[str, object]:
         return {"length": self.side**2, "reach": self.side**2}
 
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", GREYS, 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "PathfinderSamples":
-        from isopos.lab.data import pathfinder
-        from isopos.lab.data.prepare import progress_bars
-
         tenth = self.pictures // 10
         counts = (self.pictures - 2 * tenth, tenth, tenth)
         with progress_bars(console) as progressing:
@@ -79,17 +73,12 @@ class Pathfinder(PositionedTask):
 class PathfinderSamples(Labelled):
     """Pictures for training and evaluation."""
 
-    unit = "pictures"
-
-    def __init__(self, task: Pathfinder, arrays: "Arrays"):
+    def __init__(self, task: Pathfinder, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.side**2) for split, rows in labels.items()}
         self.name = f"Pathfinder, {task.side} x {task.side}"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} pictures, half of them connected"
-
-    def labels(self, split: str) -> np.ndarray:
-        return self.arrays[f"{split}-labels"]
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens ``[b side^2]``, positions ``[side^2 1]`` or ``[side^2 2]``, and classes ``[b]``."""

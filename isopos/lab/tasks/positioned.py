@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from isopos.lab.tasks.task import Recipe, Task
 
-__all__ = ["PositionedTask"]
-
 
 @dataclass(frozen=True)
 class PositionedTask(Task):

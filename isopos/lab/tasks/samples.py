@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.labelled import similar_classes
 from isopos.lab.tasks.task import Cut, Data, Metric, Recipe, Scored, View, evaluation, require
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["Labelled", "Samples", "accuracy", "majority", "on_line_or_tree", "padded"]
 
 POOL = 50  # batches whose samples are sorted by size together
 AT_ONCE = 1 << 14  # largest number of tokens scored at once
@@ -169,29 +168,40 @@ class Samples(Data):
 
 
 class Labelled(Samples):
-    """Samples with a class each: the last of their tensors, ``[b]``."""
+    """Samples with a class each, or several: the last of their tensors, ``[b]`` or ``[b n]``."""
 
-    @abstractmethod
+    task: Any
+    arrays: Arrays
+
+    @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.task.counted
+
     def labels(self, split: str) -> np.ndarray:
-        """The class of each sample of a split ``[n]``."""
+        """The class of each sample of a split ``[n]``, or its classes: by default the array SPLIT-labels."""
+        return self.arrays[f"{split}-labels"]
 
     def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
         from torch.nn import functional as F
 
+        return F.cross_entropy(*self.logits(model, *batch))
+
+    def logits(self, model: Any, *batch: "Tensor") -> "tuple[Tensor, Tensor]":
+        """A model's logits ``[n classes]`` and the right answers ``[n]``: by default one per sample."""
         *sample, answers = batch
-        return F.cross_entropy(model(*sample), answers)
+        return model(*sample), answers
 
     def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
         """Accuracy, nats, and the number of samples by the name of their unit."""
         from torch.nn import functional as F
 
-        nats, right, count = 0.0, 0, 0
+        nats, right, count, samples = 0.0, 0, 0, 0
         for rows in self.rounds(view.split, limit):
             logits, answers = self.answers(model, recipe, view.split, rows)
             nats += F.cross_entropy(logits, answers, reduction="sum").item()
             right += int((logits.argmax(-1) == answers).sum())
-            count += len(rows)
-        return Scored({"accuracy": right / count, "nats": nats / count, self.unit: count})
+            count, samples = count + len(answers), samples + len(rows)
+        return Scored({"accuracy": right / count, "nats": nats / count, self.unit: samples})
 
     def chance(self, recipe: Recipe) -> tuple[float, int] | None:
         """The share of the most frequent class if accuracy ranks schemes."""
@@ -201,10 +211,10 @@ class Labelled(Samples):
         return int(counts.max()) / int(counts.sum()), int(counts.sum())
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> "tuple[Tensor, Tensor]":
-        """A model's logits ``[b classes]`` in evaluation mode, and the right answers ``[b]``."""
-        *sample, answers = self.part(model, tuple(self.on_device(model, recipe, split, rows)))
+        """A model's `logits` in evaluation mode, and the right answers."""
+        batch = self.part(model, tuple(self.on_device(model, recipe, split, rows)))
         with evaluation(model):
-            return model(*sample), answers
+            return self.logits(model, *batch)
 
     def shard(self, batch: "tuple[Tensor, ...]", cut: Cut, ranks: int) -> "tuple[Tensor, ...]":
         """Tokens ``[b t]`` or ``[b 2 t]``, positions ``[t c]`` or ``[b t c]``, and perhaps a mask, cut; and all answers."""

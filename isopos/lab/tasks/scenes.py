@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.data import scenes
+from isopos.lab.data.arrays import Arrays
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Samples
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, evaluation, require
+from isopos.lab.tasks.samples import Labelled
+from isopos.lab.tasks.task import Metric, Recipe, require
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from isopos.lab.data.arrays import Arrays
     from isopos.positions import Group
-
-__all__ = ["SceneSamples", "Scenes"]
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,14 @@ class Scenes(PositionedTask):
         return self.build(recipe, "Encoder", self.colours + 1)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "SceneSamples":
-        from isopos.lab.data import scenes
-
         counts = (self.scenes, self.held_out, self.held_out)
         return SceneSamples(self, scenes.prepare(0, counts, self.context + 1, self.side, self.tiles, self.colours))
 
 
-class SceneSamples(Samples):
+class SceneSamples(Labelled):
     """Rooms for training and evaluation: known views, and the view that is to be predicted, which comes last."""
 
-    unit = "rooms"
-
-    def __init__(self, task: Scenes, arrays: "Arrays"):
+    def __init__(self, task: Scenes, arrays: Arrays):
         self.task, self.arrays, self.sha256, self.name = task, arrays, arrays.sha256, "rooms with tiles, drawn"
         counts = {split: len(arrays[f"{split}-focal"]) for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(count, task.tokens) for split, count in counts.items()}
@@ -115,32 +110,14 @@ class SceneSamples(Samples):
         poses, focal = (torch.from_numpy(np.array(self.arrays[f"{split}-{name}"][rows])) for name in ("poses", "focal"))
         return tokens.flatten(1), _positions(group_of(recipe), self.task, poses, focal), answers
 
-    def loss(self, model: Any, *batch: "Tensor") -> "Tensor":
-        from torch.nn import functional as F
+    def labels(self, split: str) -> np.ndarray:
+        return self.arrays[f"{split}-pixels"][:, -1]
 
-        logits, answers = self._logits(model, batch)
-        return F.cross_entropy(logits.flatten(0, 1), answers.flatten())
-
-    def score_split(self, model: Any, recipe: Recipe, view: View, limit: int) -> Scored:
-        from torch.nn import functional as F
-
-        nats, right, count = 0.0, 0, 0
-        for rows in self.rounds(view.split, limit):
-            with evaluation(model):
-                logits, answers = self._logits(model, self.on_device(model, recipe, view.split, rows))
-            nats += F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum").item()
-            right += int((logits.argmax(-1) == answers).sum())
-            count += answers.numel()
-        return Scored({"accuracy": right / count, "nats": nats / count, "rooms": count // self.task.side**2})
-
-    def chance(self, recipe: Recipe) -> tuple[float, int] | None:
-        answers = self.arrays["validation-pixels"][:, -1]
-        return int(np.bincount(answers.ravel()).max()) / answers.size, answers.size
-
-    def _logits(self, model: Any, batch: "Any") -> "tuple[Tensor, Tensor]":
-        """Logits of colours ``[b side^2 colours]`` of the last view, and the colours."""
+    def logits(self, model: Any, *batch: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Logits ``[b*n colours]`` and colours ``[b*n]`` of the last view's pixels."""
         tokens, positions, answers = batch
-        return model(tokens, positions)[:, -answers.shape[1] :, : self.task.colours], answers
+        logits = model(tokens, positions)[:, -answers.shape[1] :, : self.task.colours]
+        return logits.flatten(0, 1), answers.flatten()
 
 
 def _of_cameras(group: "Group") -> bool:

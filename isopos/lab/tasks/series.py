@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.series import Series
 
-__all__ = ["Forecast", "ForecastSamples"]
-
 __getattr__ = renamed(__name__, {"Spans": "isopos.lab.tasks.series.ForecastSamples"})
 
 NOTE = "of standardised values, over the horizon"

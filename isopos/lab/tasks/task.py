@@ -187,6 +187,8 @@ class Task(ABC):
     inferred: ClassVar[tuple[str, ...]] = ()  # fields that are inferred from the data if they are 0
     settled: ClassVar[tuple[str, ...]] = ()  # earlier name of `inferred`
     views: ClassVar[tuple[str, ...]] = ("split", "limit")  # fields and options of a `View` that can be chosen
+    in_shards: ClassVar[bool | str] = False
+    """Whether `Data.shard` cuts samples of any length; or the field whose value the number of shards must divide."""
 
     def __init_subclass__(cls) -> None:
         _earlier_names(cls, {"settled": "inferred", "anew": "reinitialised"})
@@ -217,10 +219,14 @@ class Task(ABC):
 
     def check_sequence_parallel(self, recipe: "Recipe") -> None:
         """ValueError unless several processes can hold one sample together, by `Data.shard`; by default they cannot."""
-        raise ValueError(
-            f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of tokens, "
-            f"got {recipe.training.sequence_parallel}; language, masked, classes and series have"
-        )
+        if not self.in_shards:
+            raise ValueError(
+                f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of "
+                f"tokens, got {recipe.training.sequence_parallel}; language, masked, classes and series have"
+            )
+        if isinstance(self.in_shards, str):
+            ranks, value = recipe.training.sequence_parallel, getattr(self, self.in_shards)
+            require(self.in_shards, value, f"a multiple of sequence_parallel = {ranks}", value % ranks == 0)
 
     def origin(self, recipe: "Recipe") -> Path | None:
         """The folder of a finished run for a warm start: its weights are the initial weights, except for `reinitialised`.

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isopos.lab.data.arrays import Arrays
+from isopos.lab.data.texts import Texts, load_texts
+from isopos.lab.data.tokenizers import Tokenizer, tokenizer_arguments
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
 from isopos.lab.tasks.task import Recipe
@@ -16,12 +19,6 @@ from isopos.lab.tasks.task import Recipe
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
-
-    from isopos.lab.data.arrays import Arrays
-    from isopos.lab.data.texts import Texts
-    from isopos.lab.data.tokenizers import Tokenizer
-
-__all__ = ["LabelledTexts", "TextClasses", "TextSamples", "cut_longer"]
 
 SHOWN = 300  # characters of a text in a report
 SPECIAL = 2  # tokens added to the tokenizer: the separator of two texts, and the class token
@@ -50,6 +47,7 @@ class TextClasses(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "texts"
     counted = "texts"
+    in_shards = True
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     inferred = ("vocabulary", "classes")
     groups, where, bound = ("Line",), "on a line, which text has", ("longest", "cuts texts there")
@@ -65,20 +63,14 @@ class TextClasses(PositionedTask):
             raise ValueError("pair: expected the column of a second text, which towers compare, got none")
         return super().check(recipe)
 
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
     def model(self, recipe: Recipe) -> Any:
         kind = "PairClassifier" if self.pairs == "towers" else "Classifier"
         return self.build(recipe, kind, (self.vocabulary or 256) + SPECIAL, self.classes or 2, pooling=self.pooling)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTexts":
-        from isopos.lab.data import texts
-        from isopos.lab.data.tokenizers import tokenizer_arguments
-
         columns = (self.column, self.pair) if self.pair else (self.column,)
         chosen = tokenizer_arguments(self.tokenizer, self.vocabulary, run)
-        return LabelledTexts(self, texts.load_texts(self.data, columns, self.label, **chosen, console=console))
+        return LabelledTexts(self, load_texts(self.data, columns, self.label, **chosen, console=console))
 
 
 class TextSamples(Labelled):
@@ -92,7 +84,7 @@ class TextSamples(Labelled):
         splits: Names of the splits.
     """
 
-    def __init__(self, task: Any, arrays: "Arrays", tokenizer: "Tokenizer", each: int, splits: Sequence[str]):
+    def __init__(self, task: Any, arrays: Arrays, tokenizer: Tokenizer, each: int, splits: Sequence[str]):
         self.task, self.arrays, self.tokenizer, self.limit = task, arrays, tokenizer, task.validation_rows
         every = {split: arrays.lengths(split).reshape(-1, each) for split in splits}
         self.kept = {split: self.fitted(lengths) for split, lengths in every.items()}  # tokens of each text [samples each]
@@ -150,9 +142,7 @@ def cut_longer(lengths: np.ndarray, room: int, favoured: int) -> np.ndarray:
 class LabelledTexts(TextSamples):
     """Texts for training and evaluation."""
 
-    unit = "texts"
-
-    def __init__(self, task: TextClasses, texts: "Texts"):
+    def __init__(self, task: TextClasses, texts: Texts):
         super().__init__(task, texts.arrays, texts.tokenizer, texts.each, ("train", "validation", "test"))
         self.dataset, self.name, self.sha256 = texts, texts.name, texts.arrays.sha256
         self.exact, self.adopted = {"classes": len(texts.classes)}, {"vocabulary": self.tokenizer.size}

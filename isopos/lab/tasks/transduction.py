@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from isopos.models.seq2seq import Follow
 
-__all__ = ["Sequences", "Transduced", "Transducing", "Transduction"]
-
 SYMBOLS = 20  # of random sequences
 PERPLEXITY = Metric("perplexity", "perplexity", style=".3f", note="perplexity of a target's token, given those before it")
 TOKENS = Metric(

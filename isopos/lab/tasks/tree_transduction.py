@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from isopos.models.seq2seq import Follow
 
-__all__ = ["TreeTransduction", "Trees"]
-
 
 @dataclass(frozen=True)
 class TreeTransduction(Transducing):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isopos.lab.runs.files import read_json, write_text
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, accuracy, majority, on_line_or_tree
 from isopos.lab.tasks.task import Recipe, require
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isopos.lab.data.treebank import TreeDataset
-
-__all__ = ["LabelledTrees", "TreeClasses"]
 
 SHOWN = 300  # characters of a tree in a report
 WORDS = "words.json"
@@ -49,6 +48,7 @@ class TreeClasses(PositionedTask):
     edits = MappingProxyType({"steps": 500, "batch": 32, "layers": 2, "model_dim": 64, "heads": 4, "learning_rate": 2e-3})
     unit = "trees"
     counted = "trees"
+    in_shards = True
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
     groups, where = ("Line", "Tree"), "in a tree or on a line"
@@ -61,15 +61,11 @@ class TreeClasses(PositionedTask):
         require("vocabulary", self.vocabulary, "0, or 2 at least", self.vocabulary != 1)
         return super().check(recipe)
 
-    def check_sequence_parallel(self, recipe: Recipe) -> None:
-        """Samples are cut into shards, whatever their length."""
-
     def model(self, recipe: Recipe) -> Any:
         return self.build(recipe, "Classifier", self.vocabulary or 256, self.classes or 2)
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "LabelledTrees":
         from isopos.lab.data import treebank
-        from isopos.lab.runs.files import read_json
 
         words = read_json(run / WORDS, list[str], "put it right; a run cannot be read without its words") if run else ()
         choice: dict[str, Any] = {"inner": self.inner, "vocabulary": self.vocabulary, "words": words}
@@ -78,8 +74,6 @@ class TreeClasses(PositionedTask):
 
 class LabelledTrees(Labelled):
     """Trees for training and evaluation."""
-
-    unit = "trees"
 
     def __init__(self, task: TreeClasses, dataset: "TreeDataset"):
         self.task, self.dataset = task, dataset
@@ -124,6 +118,4 @@ class LabelledTrees(Labelled):
         return examples
 
     def save(self, folder: Path) -> None:
-        from isopos.lab.runs.files import write_text
-
         write_text(folder / WORDS, json.dumps(self.dataset.words) + "\n")

@@ -13,8 +13,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 from isopos.lab.tasks.task import require
 from isopos.parallel import Ring
 
-__all__ = ["group_by_keys", "is_of_another_process", "run_in_group"]
-
 
 def group_by_keys(group: Any, keys: str) -> Any:
     """The group, by which softmax attention sees keys as the option ``sequence_keys`` names it: gather, ring or zigzag."""

@@ -1,10 +1,9 @@
 """Estimate the memory of a step before a run starts, so that it is refused instead of killed."""
 
-import os
-
 import torch
 
 from isopos.lab.recipes import Recipe
+from isopos.lab.tasks.build import memory
 
 
 def check_memory(recipe: Recipe) -> None:
@@ -23,8 +22,4 @@ def check_memory(recipe: Recipe) -> None:
 
 def _memory(device: str, devices: int) -> float:
     """Memory in bytes that each process may use; infinite where the system does not tell."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return float("inf")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+    return torch.cuda.mem_get_info(device)[1] if torch.device(device).type == "cuda" else memory() / devices

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from isopos.ops.linear.features import Decays
 
-__all__ = ["exported_sum"]
-
 CHUNK = 64  # tokens whose weights are formed explicitly
 
 

@@ -17,8 +17,6 @@ from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.kernels import KERNELS
 from isopos.ops.linear.step import carry
 
-__all__ = ["GRAPH"]
-
 
 def _ready(q: Tensor, k: Tensor, v: Tensor, g_q: Tensor | None, g_k: Tensor | None, causal: bool) -> tuple[Kernel, Sums]:
     sums = Sums(q, k, v, ALL_READY, None if g_q is None or g_k is None else (g_q, g_k), causal)

@@ -14,8 +14,6 @@ from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums
 from isopos.ops.rotate import reflect
 from isopos.ops.slices import Slices
 
-__all__ = ["TorchSteps", "carry", "weighed"]
-
 
 def carry(sums: Sums, linear: Callable[[Sums], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Sums for the next tokens of a stream, any number of them, with a graph; and the sums of k v^T after them.

@@ -19,8 +19,6 @@ from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.graph import aligned
 from isopos.ops.linear.step import weighed
 
-__all__ = ["windowed", "within"]
-
 
 def windowed(sums: Sums, window: int, linear: Callable[[Sums], Tensor]) -> Tensor:
     """Sums over keys at a distance less than `window`, with a graph; if causal, only over keys up to the query.
