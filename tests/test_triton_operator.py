@@ -1,5 +1,7 @@
 """Test that compiled code runs the Triton kernels of linear attention, as two operators: numbers, gradients, lengths."""
 
+from typing import Any
+
 import pytest
 import torch
 from cases import linear_options, quadratic, with_gradients
@@ -8,7 +10,7 @@ from test_triton_linear import drawn, near
 from isopos import linear_attention
 from isopos.feature_maps import elu1
 from isopos.ops import gpu
-from isopos.ops.linear import graph, triton, triton_plan
+from isopos.ops.linear import Clamped, graph, triton, triton_plan
 from isopos.ops.linear.operators import described, problem
 
 pytestmark = [
@@ -33,7 +35,7 @@ def passes(monkeypatch):
     torch.compiler.reset()
 
 
-def compiled(backend="aot_eager", attend=linear_attention):
+def compiled(backend: Any = "aot_eager", attend: Any = linear_attention) -> Any:
     """Attention as one graph."""
     return torch.compile(attend, fullgraph=True, backend=backend)
 
@@ -84,7 +86,7 @@ def test_tensors_that_learn_or_are_shared_have_gradients():
 
 
 def test_lengths_compile_twice_at_most(passes):
-    """Also with one segment, and with many."""
+    """Also with one segment, and with many. Denominators are counted."""
     graphs = []
 
     def backend(module, inputs):
@@ -95,8 +97,10 @@ def test_lengths_compile_twice_at_most(passes):
     for t in (20, 33, 5, 70):
         q, k, v = drawn(*[(1, 1, t, D)] * 3)
         given = {"decay": -torch.arange(t, dtype=torch.float64)[None] / 9, "causal": True}
-        with torch.no_grad():
-            near([attend(q, k, v, **given)], [linear_attention(*(x.double() for x in (q, k, v)), **given)])
+        with torch.no_grad(), Clamped() as clamped:
+            out = attend(q, k, v, **given)
+        assert clamped.total == t
+        near([out], [linear_attention(*(x.double() for x in (q, k, v)), **given)])
     assert len(graphs) <= 2
     assert passes == ["_forward"] * 4
 

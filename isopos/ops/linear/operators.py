@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from isopos.exact import full_precision
-from isopos.feature_maps import COMPILED
+from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops.linear.autograd import OPERATED, needs, operands
 from isopos.ops.linear.features import Features, Sums
 
 
-class Tensors(NamedTuple):
-    """The tensors of a map, without the map: kernels read kinds and tensors alone."""
+class _Tensors(NamedTuple):
+    """The tensors of a map, without the map: such kernels read kinds and tensors alone."""
 
     all: tuple[Tensor, ...]
-    features: None = None
-    linear: bool = True
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.all
@@ -46,6 +44,7 @@ def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
         places.append(place)
     form = f"{sums.causal};{sums.denominator}"
     for each in sums.features:
+        assert isinstance(each.phi, FeatureMap)
         form += f";{each.phi.name},{' '.join(each.kinds or ())},{each.unrotated},{each.mask is not None}"
     return tensors, form, places, needed
 
@@ -63,12 +62,12 @@ def _parsed(form: str) -> tuple[bool, str | None, list[tuple[Any, tuple[str, ...
 def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums:
     """The problem that `described` has described."""
     causal, denominator, forms = _parsed(form)
-    q, k, v, g_q, g_k, *rest = (None if n < 0 else tensors[n] for n in places)
-    assert q is not None and k is not None and v is not None  # noqa: PT018
-    left, features = iter(rest), []
+    given: Any = iter([None if n < 0 else tensors[n] for n in places])
+    q, k, v, g_q, g_k = (next(given) for _ in range(5))
+    features: Any = []
     for phi, kinds, unrotated, masked in forms:
-        of_map = tuple(next(left) for _ in kinds)
-        features.append(Features(phi, Tensors(of_map) if kinds else None, kinds, next(left) if masked else None, unrotated))
+        of_map: Any = _Tensors(tuple(next(given) for _ in kinds)) if kinds else None
+        features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated))
     return Sums(q, k, v, tuple(features), None if g_q is None else (g_q, g_k), causal, denominator)
 
 

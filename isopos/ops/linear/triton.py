@@ -171,7 +171,7 @@ class Call:
         """Number of programs that run at a time."""
         return _processors(self.sums.q.device) * (8 // self.config.warps)
 
-    def most(self, length: int) -> int:
+    def most(self, length: int) -> Any:
         """At least the number of segments of so many tokens, also of an unknown number."""
         programs = self.leading.numel() * max(self.blocks, self.parts)
         fitting = -(-2 * self._room // programs)
