@@ -424,7 +424,7 @@ class Triton(Operator):
         return [out, *(out.new_empty(0) if x is None else x for x in kept), *states]
 
     def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
-        call = call_of(sums)
+        call = _call(sums)
         first, denominators, low = call.results(learns)
         out = torch.empty_like(first, dtype=call.final)
         if not learns:
@@ -439,7 +439,7 @@ class Triton(Operator):
 
     def _forward(self, sums: Sums, learns: bool, whole: bool) -> list[Tensor | None]:
         """The sums, those of a stream after it, and tensors to save."""
-        call, e, after, earlier = call_of(sums), sums.v.shape[-1], None, None
+        call, e, after, earlier = _call(sums), sums.v.shape[-1], None, None
         out, buffer, low = call.results(learns)
         buffer = out[..., e:] if buffer is None else buffer
         denominators, saved = buffer[..., : out.shape[-2], :], []
@@ -463,7 +463,7 @@ class Triton(Operator):
             return planned(key, (*sums.tensors, *more), lambda: self._backward(sums, saved, grad, needs))
 
     def _backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
-        call, e, rest, of_after, of_before = call_of(sums), sums.v.shape[-1], iter(needs[5:]), None, None
+        call, e, rest, of_after, of_before = _call(sums), sums.v.shape[-1], iter(needs[5:]), None, None
         if sums.stream is not None:
             grad, of_after = grad
         neg_grad = -grad[..., e:] if sums.denominator == "column" else None
@@ -502,8 +502,7 @@ def _closed(sums: Sums) -> list[Closed]:
     return [form for form in map(Closed.of, sums.features[:2]) if form is not None]
 
 
-def call_of(sums: Sums) -> Call:
-    """The arguments of the kernels for a problem that they serve."""
+def _call(sums: Sums) -> Call:
     return Call(sums, _closed(sums))
 
 
