@@ -228,7 +228,7 @@ def test_the_file_of_results_switches_operations_on(there, monkeypatch):
     def off(operation, *tensors):
         trust.recorded.cache_clear()
         trust.unproven.cache_clear()
-        return gpu._off(operation, tensors)
+        return gpu._off(operation, X.device, tuple(x.dtype for x in tensors[: gpu.INPUTS.get(operation, 1)]))
 
     assert off("step", X) == "it has run on no GPU yet; ISOPOS_TRITON=1 in the environment asks for it"
     monkeypatch.setenv(gpu.SWITCH, "auto")
@@ -253,10 +253,10 @@ def test_the_file_of_results_switches_operations_on(there, monkeypatch):
 def test_the_table_is_on_by_default(there, monkeypatch):
     entry = trust.Passed("a GPU", "float32", "3.7.1", "", "step")
     monkeypatch.setattr(trust, "PASSED", frozenset({entry}))
-    assert gpu._off("step", (X, X, X)) == ""
-    assert "has not passed for rotation of float32 on a GPU" in gpu._off("rotation", (X,))
+    assert gpu._off("step", X.device, (X.dtype,) * 3) == ""
+    assert "has not passed for rotation of float32 on a GPU" in gpu._off("rotation", X.device, (X.dtype,))
     monkeypatch.setenv(gpu.SWITCH, "0")
-    assert "ISOPOS_TRITON=1" in gpu._off("step", (X,))
+    assert "ISOPOS_TRITON=1" in gpu._off("step", X.device, (X.dtype,))
 
 
 def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
@@ -276,11 +276,10 @@ def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
         monkeypatch.setattr(trust, "generation", lambda device, own=generation: own)
         trust.unreliable.cache_clear()
         monkeypatch.setenv(gpu.SWITCH, "1")
-        on = type("OnGpu", (), {"device": device})()
-        found = gpu._off("attention", (on,))
+        found = gpu._off("attention", device, (X.dtype,))
         assert why in found if why else not found
         monkeypatch.setenv(gpu.SWITCH, "any")
-        assert gpu._off("attention", (on,)) == ""
+        assert gpu._off("attention", device, (X.dtype,)) == ""
     trust.unreliable.cache_clear()
 
 

@@ -18,6 +18,7 @@ from isopos.ops import linear as ops
 from isopos.ops.linear import triton, triton_plan
 from isopos.ops.linear import triton_tiles as tiles
 from isopos.ops.linear.features import ALL_READY, READY, Features
+from isopos.ops.linear.triton_config import Config
 from isopos.ops.slices import Slices
 from isopos.positions import sequence
 from isopos.state import State
@@ -123,7 +124,7 @@ SEVERAL += [(name, *cut) for name in ("drawn decay, plain", "all keys, rope") fo
 @pytest.mark.parametrize(("name", "blocks", "parts"), SEVERAL)
 def test_blocks_and_parts_of_features_and_values_change_nothing(monkeypatch, name, blocks, parts):
     def config(d, e, *_, **__):
-        return triton.Config(32, 16, d // blocks, e // blocks, d // parts, e // parts, 4, 1, False)
+        return Config(32, 16, d // blocks, e // blocks, d // parts, e // parts, 4, 1, False)
 
     monkeypatch.setattr(triton, "config", config)
     given = linear_options(name, 1, 1, 40, 32)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isopos.exact import is_exporting
 from isopos.ops import trust
 from isopos.ops.library import PLAIN, watched
 
@@ -17,9 +18,17 @@ SWITCH = "ISOPOS_TRITON"
 "auto": where `isopos gpu-check` has passed, by the table of `isopos.ops.trust` and by the file of results; "0": never.
 Unset: where the table says so, which is nowhere, since no GPU has run them yet.
 """
+OPERATORS = ("attention",)  # which are registered operators, that compiled code calls
 INPUTS = {"attention": 3, "step": 3}  # number of tensors whose dtype matters; of other operations it is the first
 
 
+def _constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, without importing the compiler, which calls it once and keeps the result."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
 def interpreted() -> bool:
     """Whether Triton interprets kernels on a CPU, for tests (TRITON_INTERPRET=1, read when triton is imported)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,9 +44,9 @@ def _absent() -> str:
     return "" if find_spec("triton") else "triton is not installed: pip install triton"
 
 
-def _off(operation: str, tensors: tuple[Tensor, ...]) -> str:
-    """Why kernels of an operation are off for these tensors, or ""."""
-    switch, device = os.environ.get(SWITCH, ""), tensors[0].device
+def _off(operation: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Why kernels of an operation are off for inputs of these dtypes, or ""."""
+    switch = os.environ.get(SWITCH, "")
     if switch == "1":
         return trust.unreliable(device)
     if switch == "any":
@@ -45,33 +54,41 @@ def _off(operation: str, tensors: tuple[Tensor, ...]) -> str:
     if switch not in ("", "auto", "0"):
         return f"{SWITCH} is expected to be 0, 1, any or auto, not {switch!r}"
     if switch != "0" and (switch or trust.PASSED):
-        dtypes = tuple(x.dtype for x in tensors[: INPUTS.get(operation, 1)])
         why = trust.unproven(operation, dtypes, device, trust.results_file() if switch else None)
         return why and f"{why}; {SWITCH}=1 in the environment asks for it"
     return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
 
 
+@_constant
+def _missing(operation: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Why kernels are off or not there, or ""."""
+    return _off(operation, device, dtypes) or _absent()
+
+
 def unreadable(operation: str, *tensors: Tensor) -> str:
     """Why no Triton kernel may read these tensors, or "": they must be plain CUDA tensors, outside transforms.
+
+    In compiled code only operations of `OPERATORS` have kernels.
 
     Args:
         operation: What the kernel computes: one of `trust.OPERATIONS`, or "flex attention".
         tensors: All tensors that it reads, inputs first.
     """
-    if torch.compiler.is_compiling():
-        return "a compiler cannot trace it"
+    compiling = torch.compiler.is_compiling()
+    if compiling and (is_exporting() or operation not in OPERATORS):
+        return "an exported program has only PyTorch's operations" if is_exporting() else "a compiler cannot trace it"
     for x in tensors:
         if not reads(x):
             return f"it runs on CUDA devices, not on {x.device.type}"
-        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
+        if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or (not compiling and x.is_neg()):
             return "it reads plain tensors only"
         if x.device != tensors[0].device:
             return f"it reads tensors of one device, not of {tensors[0].device} and {x.device}"
-    if why := _off(operation, tensors):
+    if why := _missing(operation, tensors[0].device, tuple([x.dtype for x in tensors[: INPUTS.get(operation, 1)]])):
         return why
-    if watched():
+    if not compiling and watched():
         return "a transform, a mode or a trace watches operations, and sees none of compiled code"
-    return _absent()
+    return ""
 
 
 def language() -> tuple[Any, Any]:

@@ -256,7 +256,7 @@ def _step_errors(name: str, dtype: str, place: Place) -> dict[str, Any]:
 
 
 def _compiled(name: str, place: Place) -> dict[str, Any]:
-    """One graph of forward and backward pass; the eager run has Triton's kernels."""
+    """One graph of forward and backward pass against the eager run; both have Triton's kernels."""
     width, length = (8, 12) if place.small else (64, 1000)
     scheme, backend = _scheme(name, width, 2, place), "aot_eager" if place.small else "inductor"
     given = _inputs(scheme, 1, length, "float32", place)

@@ -71,6 +71,25 @@ class Kernel(Backend, ABC):
         return (result, ()) if sums.stream is None else (result[0], result[1:])
 
 
+class Operator(Kernel, ABC):
+    """A kernel whose passes compiled code calls as `operators`: by its name in OPERATED, without streams."""
+
+    @abstractmethod
+    def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
+        """The sums, and if it `learns` all that the backward pass reads: different tensors, of shapes that `fake` knows."""
+
+    @abstractmethod
+    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
+        """Tensors like those of `packed`, for tensors without numbers and sizes that are symbols."""
+
+    @abstractmethod
+    def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors to save, as `forward` returns them."""
+
+
+OPERATED: dict[str, Operator] = {}
+
+
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
     """q, k, v, both log decays or None, the tensors of the features, and the sums of a stream."""
     more = *(tensor for each in sums.features for tensor in each.tensors), *(() if sums.stream is None else sums.stream.sums)
@@ -91,13 +110,21 @@ def with_operands(sums: Sums, inputs: Sequence[Any]) -> Sums:
     return replace(sums, q=q, k=k, v=v, g=None if g_q is None else (g_q, g_k), features=features, stream=stream)
 
 
-def refusal(sums: Sums, *, streams: bool = False) -> str:
-    """Why no kernel serves a problem, or "". With `streams`, for a kernel that takes and returns sums of streams."""
+def refusal(sums: Sums, *, streams: bool = False, operator: bool = False) -> str:
+    """Why no kernel serves a problem, or "".
+
+    Args:
+        sums: The problem.
+        streams: Whether the kernel takes and returns sums of streams, outside compiled code.
+        operator: Whether it is an operator in compiled code.
+    """
     if torch.compiler.is_compiling():
-        return "a compiler cannot trace a backward pass that is no graph"
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        if not operator:
+            return "a compiler cannot trace a backward pass that is no graph"
+        streams = False
+    elif torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return "a trace would keep the chunks of its length"
-    if any(isinstance(x, FakeTensor) for x in sums.inputs):
+    elif any(isinstance(x, FakeTensor) for x in sums.inputs):
         return "a FakeTensor has no numbers, which it needs"
     if sums.stream is not None and not streams:
         return "it takes and returns no sums of a stream"

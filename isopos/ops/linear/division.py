@@ -11,7 +11,7 @@ EPS = 1e-6  # smallest magnitude of a denominator
 
 
 class Clamped:
-    """Counts vanishing denominators of linear attention inside a ``with`` block; compiled code is not counted.
+    """Counts vanishing denominators of linear attention inside a ``with`` block; of compiled code only Triton's kernels.
 
     Examples:
         >>> with Clamped() as clamped:

@@ -7,7 +7,7 @@ as many digits, before sm_100; float32 products are three TF32 products, with er
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +16,17 @@ from torch import Tensor
 from isopos.feature_maps import COMPILED, FeatureMap, identity
 from isopos.ops import gpu
 from isopos.ops.linear import triton_stream
-from isopos.ops.linear.autograd import Kernel, refusal
+from isopos.ops.linear.autograd import OPERATED, Operator, refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.triton_arguments import Grads, Inputs, Numbers, Rows, Sizes, Values, columns, padded, rows
+from isopos.ops.linear.triton_config import TILE, config
 from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # largest number of features and of values
 REFLECTED = 128  # the same with a reflection, except bfloat16 on sm_90: more would spill registers
 LEAST = 4  # least chunks per segment: with fewer, states would move more bytes than inputs
-TILE = 16  # smallest side of a matrix product
 Pair = Sequence[Tensor | None]  # denominators of the scan before and of this one, or none
 
 
@@ -60,81 +60,6 @@ class Closed(NamedTuple):
         return found
 
 
-class Config(NamedTuple):
-    """How a problem is cut into tiles.
-
-    Attributes:
-        chunk: Tokens per chunk.
-        chunk_of_gradients: Tokens per chunk of `gradients`, which need the most registers.
-        features: Features per program of `gradients`.
-        values: Values per program of `outputs` and `states`.
-        far_features: Features per launch of `outputs`, and per program of `states`.
-        far_values: Values per launch of `gradients`.
-        warps: Warps per program.
-        stages: Chunks whose loads are in flight.
-        together: Whether one scan computes gradients of keys and values, which reads less and needs more registers.
-    """
-
-    chunk: int
-    chunk_of_gradients: int
-    features: int
-    values: int
-    far_features: int
-    far_values: int
-    warps: int
-    stages: int
-    together: bool
-
-
-def config(
-    features: int,
-    values: int,
-    precision: str,
-    generation: int,
-    *,
-    whole: bool = False,
-    decays: bool = False,
-    light: bool = False,
-) -> Config:
-    """The tiles that fit into registers and shared memory of sm_80 and later.
-
-    Products before sm_90 and TF32 products hold all operands in registers; more than 64 TF32 features are split over several
-    launches. Weights of decays take registers, so that gradients have smaller chunks. Four warps multiply 64 rows; two
-    programs of four warps share a multiprocessor, so that one computes while the other waits.
-
-    Args:
-        features: Number of features, a power of two.
-        values: Number of values, a power of two.
-        precision: "bf16", "tf32", "tf32x3" or "ieee".
-        generation: First number of the compute capability.
-        whole: Whether a program needs all features of a row, as a reflection does, even if registers spill.
-        decays: Whether there is a log decay.
-        light: Whether there is neither a feature map nor a denominator, which takes few registers.
-    """
-    widest, warps, together = max(features, values), 8, False
-    if precision == "bf16":
-        most, side, far, stages = 1 << 13, 128, 256, 2
-        chunk = 16 if whole and widest > (128 if generation >= 9 else 64) else 32
-        if generation >= 9:
-            chunk = 64 if widest <= (64 if whole else 128) else chunk
-            warps = 4 if widest <= (128 if light and not whole else 64) else 8
-            together = light and not decays and widest <= 64
-    else:
-        chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
-        warps = 8 if whole and features > far else 4
-    chunk_of_gradients = chunk if not decays or (light and widest <= 64) else min(chunk, 32)
-    far_features, far_values = features if whole else min(far, features), min(far, 128, values)
-    block = features
-    if whole:
-        far_values = min(far_values, max(TILE, (1 << 14 if precision == "bf16" else most) // features))
-    else:
-        side_of_features = min(side, 32) if decays and generation < 9 else side
-        block = min(side_of_features, max(TILE, min(features, most // far_values)))
-    state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold together with a chunk
-    parts = min(side, max(TILE, min(values, state // far_features)))
-    return Config(chunk, chunk_of_gradients, block, parts, far_features, far_values, warps, stages, together)
-
-
 class Way(NamedTuple):
     """Direction of a scan, and whether it leaves out the diagonal (`strict`), as the second of two directions does."""
 
@@ -154,7 +79,7 @@ class Way(NamedTuple):
 
 def _tile(n: int) -> int:
     """The smallest power of two that is at least n, and at least `TILE`."""
-    return max(TILE, 1 << (n - 1).bit_length())
+    return max(TILE, 1 << (int(n) - 1).bit_length())
 
 
 def _kernels() -> Any:
@@ -218,9 +143,10 @@ class Call:
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
         self.adds_features, self.adds_values = self.d > self.config.far_features, self.e > self.config.far_values
         summed = {"none": 0, "plain": width, "encoded": width * doubled}[self.denominator]
-        inner = self.leading[-2] if len(self.leading) > 1 else 1
         self.sizes = Sizes(width, width * doubled, values, summed, self.leading[-1], 1, 0)
-        self.numbers = [Numbers(x.shape[-2], inner, *self._cut(x.shape[-2])) for x in sums.inputs[:2]]
+        column, dtypes = sums.denominator == "column", {x.dtype for x in sums.inputs}
+        self.final = torch.float32 if column or len(dtypes) > 1 else sums.q.dtype  # of results
+        self.dtype = torch.float32 if len(self.ways) > 1 or self.adds_features else self.final  # of their memory
         self.borders = self.rows(sums.g[1][..., None]) if sums.g is not None else None
 
     @property
@@ -228,12 +154,39 @@ class Call:
         """Numbers of the sums of a state."""
         return self.sizes.features * self.sizes.columns
 
+    @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Numbers of queries and of keys."""
+        inner = self.leading[-2] if len(self.leading) > 1 else 1
+        return [Numbers(x.shape[-2], inner, *self._cut(x.shape[-2])) for x in self.sums.inputs[:2]]
+
     def _cut(self, length: int) -> tuple[int, int]:
         """Chunks per segment, and number of segments."""
         chunks, programs = -(-length // self.config.chunk), self.leading.numel() * max(self.blocks, self.parts)
-        room = _processors(self.sums.q.device) * (8 // self.config.warps)
-        each = -(-chunks // _segments(chunks // LEAST, programs, room))
+        each = -(-chunks // _segments(chunks // LEAST, programs, self._room))
         return each, -(-chunks // each)
+
+    @property
+    def _room(self) -> int:
+        """Number of programs that run at a time."""
+        return _processors(self.sums.q.device) * (8 // self.config.warps)
+
+    def most(self, length: int) -> Any:
+        """At least the number of segments of so many tokens, also of an unknown number."""
+        programs = self.leading.numel() * max(self.blocks, self.parts)
+        fitting = -(-2 * self._room // programs)
+        return torch.sym_max(1, torch.sym_min(-(-length // self.config.chunk) // LEAST, fitting))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the forward pass has states of keys: before segments, or over all keys."""
+        return self.every or self.sums.stream is not None or self.numbers[1].segments > 1
+
+    def states_of(self, n: int) -> Tensor:
+        """Memory for states of sources n before segments, ``[*b h .]``, of a size that does not depend on their number."""
+        size = self.size + self.sizes.feature_sum
+        most = 1 if self.every else self.most(self.sums.inputs[n].shape[-2])
+        return self.sums.q.new_empty(self.leading.numel() * most * size, dtype=torch.float32)
 
     def rows(self, x: Tensor) -> Rows:
         """A tensor ``[*b h t .]``, or broadcastable to it, with strides."""
@@ -293,8 +246,9 @@ class Call:
         kernels, numbers, heads, last = _kernels(), self.numbers[n], self.leading.numel(), None
         if numbers.segments == 1 and self.sums.stream is None and not self.every:
             return None, None
-        size = self.size + self.sizes.feature_sum
-        out = self.sums.q.new_empty(heads, numbers.segments, size, dtype=torch.float32)
+        size, out = self.size + self.sizes.feature_sum, self.states_of(n)
+        if self.every:
+            out = out.new_empty(heads, numbers.segments, size)
         if self.sums.stream is not None:
             last = out.new_empty(*self.leading, size)
         constants = self.constants(n, self.config.far_features, self.config.values) | way.constants
@@ -302,7 +256,7 @@ class Call:
         constants |= {"DENOMINATOR": self.denominator, "ALL": self.every or last is not None}
         self.launch(kernels.states, n, self.d // self.config.far_features * self.parts, *given, **constants)
         if self.every:
-            return out.sum(1), None
+            return out.sum(1).flatten(), None
         most = min(1024, _tile(size))
         decay = {"DECAY": self.borders is not None, **way.constants}
         states = out, first, last, self.borders, self.sizes, *numbers
@@ -343,6 +297,13 @@ class Call:
     def signed(self, states: Tensor) -> Tensor:
         """Gradients of states ``[*b h .]`` with the sign of denominators changed, as scans sum them up; its own inverse."""
         return torch.cat((states[..., : self.size], -states[..., self.size :]), -1)
+
+    def results(self, learns: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Memory for sums, for denominators of a division, and, if it `learns`, for digits that sums lose."""
+        width = self.sizes.columns + (self.sums.denominator == "column")
+        out = self.sums.q.new_empty(*self.sums.q.shape[:-1], width, dtype=self.dtype)
+        buffer = padded(out, self.leading, out.shape[-2]) if self.divide else None
+        return out, buffer, torch.empty_like(out) if learns and self.halves(self.dtype) else None
 
     def halves(self, dtype: torch.dtype) -> bool:
         """Whether quotients of a dtype lack digits that <grad, v - out> needs, in which the mean of values cancels."""
@@ -410,7 +371,7 @@ class _Sink:
         return None
 
 
-class Triton(Kernel):
+class Triton(Operator):
     """Triton kernels: segments in parallel, each chunk by chunk; one state for sums over all keys without a decay."""
 
     name = "triton"
@@ -418,9 +379,10 @@ class Triton(Kernel):
     def serves(self, sums: Sums) -> str:
         if why := gpu.unreadable("attention", *sums.tensors):
             return why
-        if is_known(sums):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and is_known(sums):
             return ""
-        if why := refusal(sums, streams=True):
+        if why := refusal(sums, streams=True, operator=True):
             return why
         if sums.stream is not None and sums.q.shape[-2] == 1:
             return "one token of a stream is a step, and no chunk"
@@ -429,6 +391,10 @@ class Triton(Kernel):
         return _refuses(triton_stream.expanded(sums)) or triton_stream.refuses(sums, _closed(sums)[1].doubled)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if torch.compiler.is_compiling():
+            from isopos.ops.linear import operators
+
+            return operators.run(self.name, sums), ()
         if sums.stream is None:
             return super().run(sums)
         doubled = _closed(sums)[0].doubled
@@ -436,25 +402,50 @@ class Triton(Kernel):
         return out, triton_stream.unpacked(after, sums, doubled)
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Any, list[Tensor]]:
+        out, after, saved = self.summed(sums, any(needs))
+        return (out if after is None else (out, after)), saved if any(needs) else []
+
+    def summed(self, sums: Sums, learns: bool, *, whole: bool = False) -> tuple[Any, Tensor | None, list[Tensor]]:
+        """The sums, those of a stream after it, and tensors to save; `whole` saves memory of states even without states."""
         with torch.cuda.device_of(sums.q):
             key = sums.notes["key"] if "key" in sums.notes else key_of(sums)
-            key, learns = key and (*key, any(needs)), any(needs)
-            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums, learns))
-        return (out if after is None else (out, after)), [x for x in saved if x is not None] if learns else []
+            key = key and (*key, learns, *[whole] * whole)
+            out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums, learns, whole))
+        return out, after, [x for x in saved if x is not None]
 
-    def _forward(self, sums: Sums, learns: bool) -> list[Tensor | None]:
+    def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
+        out, _, saved = self.summed(sums, learns, whole=learns)
+        if not learns:
+            return [out]
+        ways = 2 if sums.g is not None and not sums.causal else 1
+        numbers, states = saved[:-ways], saved[-ways:]
+        first, denominators, low = (*numbers, *[None] * (3 - len(numbers)))
+        kept = None if first is out else first, denominators, low
+        return [out, *(out.new_empty(0) if x is None else x for x in kept), *states]
+
+    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
+        call = _call(sums)
+        first, denominators, low = call.results(learns)
+        out = torch.empty_like(first, dtype=call.final)
+        if not learns:
+            return [out]
+        kept = first if call.divide and call.final != call.dtype else None, denominators, low
+        return [out, *(out.new_empty(0) if x is None else x for x in kept), *(call.states_of(1) for _ in call.ways)]
+
+    def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
+        out, first, *rest = packed
+        rest = [x for x in rest if x.numel()]
+        return [first if first.numel() else out, *rest] if sums.denominator == "divide" else rest
+
+    def _forward(self, sums: Sums, learns: bool, whole: bool) -> list[Tensor | None]:
         """The sums, those of a stream after it, and tensors to save."""
-        call, e, shape, after = _call(sums), sums.v.shape[-1], sums.q.shape[:-1], None
-        dtypes, column = {x.dtype for x in sums.inputs}, sums.denominator == "column"
-        final = torch.float32 if column or len(dtypes) > 1 else sums.q.dtype
-        dtype = torch.float32 if len(call.ways) > 1 or call.adds_features else final
-        out = sums.q.new_empty(*shape, e + column, dtype=dtype)
-        buffer = padded(out, call.leading, out.shape[-2]) if call.divide else out[..., e:]
-        low = torch.empty_like(out) if learns and call.halves(dtype) else None
-        denominators, saved, earlier = buffer[..., : out.shape[-2], :], [], None
+        call, e, after, earlier = _call(sums), sums.v.shape[-1], None, None
+        out, buffer, low = call.results(learns)
+        buffer = out[..., e:] if buffer is None else buffer
+        denominators, saved = buffer[..., : out.shape[-2], :], []
         for way in call.ways:
             before, after = call.prefixes(1, None, call.values(), way, *_before(sums))
-            saved += [] if before is None else [before]
+            saved += [call.states_of(1)] if before is None and whole else [] if before is None else [before]
             current = denominators if way is call.ways[-1] else columns(out, call.leading, out.shape[-2])
             pair = () if sums.denominator is None else (earlier, current)
             call.outputs(0, call.values(), before, out[..., :e], pair, way, low)
@@ -462,7 +453,7 @@ class Triton(Kernel):
         if call.divide:
             count(denominators)
             saved = [out, buffer, *([] if low is None else [low]), *saved]
-        return [out.to(final), after, *saved, *(() if after is None else (after,))]
+        return [out.to(call.final), after, *saved, *(() if after is None else (after,))]
 
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         with torch.cuda.device_of(sums.q):
@@ -488,7 +479,8 @@ class Triton(Kernel):
         if call.config.together:
             sinks[1].v = dv
         for way in call.ways:
-            before, first = next(states, None), None if of_after is None else call.signed(of_after)
+            before = next(states) if call.has_states else None
+            first = None if of_after is None else call.signed(of_after)
             after, of_before = call.prefixes(0, neg_grad, pair[0], way.back, first)
             call.gradients(0, neg_grad, pair, before, sinks[0], way)
             call.gradients(1, neg_grad, pair, after, sinks[1], way.back)
@@ -551,4 +543,4 @@ def _refuses(sums: Sums) -> str:
     return ""
 
 
-TRITON = Triton()
+TRITON = OPERATED["triton"] = Triton()

@@ -1,0 +1,137 @@
+"""The passes of kernels as two registered operators, opaque to compilers, of tensors and a description of the problem.
+
+The forward one returns the sums and all that the backward one reads. Importing this module registers them.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isopos.exact import full_precision
+from isopos.feature_maps import COMPILED, FeatureMap
+from isopos.ops.linear.autograd import OPERATED, needs, operands
+from isopos.ops.linear.features import Features, Sums
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a map, without the map: such kernels read kinds and tensors alone."""
+
+    all: tuple[Tensor, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.all
+
+
+def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
+    """A problem as its different tensors, its form, the index of each operand (-1 for None), and which need gradients.
+
+    The form is `causal;denominator`, then feature map, kinds, whether unrotated features are summed up and whether there is
+    a mask, for queries, keys and values.
+    """
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    needed: list[bool] = []
+    for x, need in zip(operands(sums), needs(sums), strict=True):
+        place = -1 if x is None else len(tensors)
+        for n, known in enumerate(tensors):
+            place = n if known is x else place
+        if x is not None and place == len(tensors):
+            tensors.append(x)
+            needed.append(need)
+        places.append(place)
+    form = f"{sums.causal};{sums.denominator}"
+    for each in sums.features:
+        assert isinstance(each.phi, FeatureMap)
+        form += f";{each.phi.name},{' '.join(each.kinds or ())},{each.unrotated},{each.mask is not None}"
+    return tensors, form, places, needed
+
+
+@cache
+def _parsed(form: str) -> tuple[bool, str | None, list[tuple[Any, tuple[str, ...], bool, bool]]]:
+    causal, denominator, *features = form.split(";")
+    phis, found = {phi.name: phi for phi in COMPILED}, []
+    for each in features:
+        phi, kinds, unrotated, masked = each.split(",")
+        found.append((phis[phi], tuple(kinds.split()), unrotated == "True", masked == "True"))
+    return causal == "True", None if denominator == "None" else denominator, found
+
+
+def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums:
+    """The problem that `described` has described."""
+    causal, denominator, forms = _parsed(form)
+    given: Any = iter([None if n < 0 else tensors[n] for n in places])
+    q, k, v, g_q, g_k = (next(given) for _ in range(5))
+    features: Any = []
+    for phi, kinds, unrotated, masked in forms:
+        of_map: Any = _Tensors(tuple(next(given) for _ in kinds)) if kinds else None
+        features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated))
+    return Sums(q, k, v, tuple(features), None if g_q is None else (g_q, g_k), causal, denominator)
+
+
+def run(kernel: str, sums: Sums) -> Tensor:
+    """The sums by a kernel of OPERATED that serves them, differentiable once."""
+    return _forward(kernel, *described(sums))[0]
+
+
+@torch.library.custom_op("isopos::kernel_forward", mutates_args=())
+def _forward(kernel: str, tensors: list[Tensor], form: str, places: list[int], needed: list[bool]) -> list[Tensor]:
+    return OPERATED[kernel].packed(problem(tensors, form, places), any(needed))
+
+
+@_forward.register_fake
+def _(kernel: str, tensors: list[Tensor], form: str, places: list[int], needed: list[bool]) -> list[Tensor]:
+    return OPERATED[kernel].fake(problem(tensors, form, places), any(needed))
+
+
+@torch.library.custom_op("isopos::kernel_backward", mutates_args=())
+def _backward(
+    kernel: str,
+    grad: Tensor,
+    packed: list[Tensor],
+    tensors: list[Tensor],
+    form: str,
+    places: list[int],
+    needed: list[bool],
+) -> list[Tensor]:
+    """Gradients of the tensors that need one; `packed` is what the forward pass returned."""
+    sums, own = problem(tensors, form, places), OPERATED[kernel]
+    needs, found = [n >= 0 and needed[n] for n in places], {}
+    with full_precision(grad.device):
+        grads = own.backward(sums, own.unpacked(sums, packed), grad, needs)
+        for n, need, x in zip(places, needs, grads, strict=True):
+            if need and x is not None:
+                found[n] = found[n] + x if n in found else x
+        return [found[n].sum_to_size(x.shape).contiguous() for n, x in enumerate(tensors) if needed[n]]
+
+
+@_backward.register_fake
+def _(
+    kernel: str,
+    grad: Tensor,
+    packed: list[Tensor],
+    tensors: list[Tensor],
+    form: str,
+    places: list[int],
+    needed: list[bool],
+) -> list[Tensor]:
+    pairs = zip(tensors, needed, strict=True)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in pairs if need]
+
+
+def _save(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    ctx.kernel, tensors, *ctx.description = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.count = len(output)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor]) -> Any:
+    saved = ctx.saved_tensors
+    packed, tensors = list(saved[: ctx.count]), list(saved[ctx.count :])
+    found = iter(_backward(ctx.kernel, grads[0], packed, tensors, *ctx.description))
+    return None, [next(found) if need else None for need in ctx.description[-1]], None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

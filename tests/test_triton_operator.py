@@ -1,0 +1,137 @@
+"""Test that compiled code runs the Triton kernels of linear attention, as two operators: numbers, gradients, lengths."""
+
+from typing import Any
+
+import pytest
+import torch
+from cases import linear_options, quadratic, with_gradients
+from test_triton_linear import drawn, near
+
+from isopos import linear_attention
+from isopos.feature_maps import elu1
+from isopos.ops import gpu
+from isopos.ops.linear import Clamped, graph, triton, triton_plan
+from isopos.ops.linear.operators import described, problem
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; tests/test_gpu.py asks a GPU"),
+]
+T, D, E = 20, 8, 12  # two chunks, in two segments
+
+
+@pytest.fixture(autouse=True)
+def passes(monkeypatch):
+    """Split scans into segments of one chunk; returns the passes of the kernels, and fails if another kernel is opaque."""
+    monkeypatch.setattr(triton, "LEAST", 1)
+    monkeypatch.setattr(triton_plan, "PLANS", {})
+    monkeypatch.setattr(graph, "_linear_sum", None)
+    found = []
+    for name in ("_forward", "_backward"):
+        run = getattr(triton.Triton, name)
+        monkeypatch.setattr(triton.Triton, name, lambda *given, run=run, name=name: found.append(name) or run(*given))
+    torch.compiler.reset()
+    yield found
+    torch.compiler.reset()
+
+
+def compiled(backend: Any = "aot_eager", attend: Any = linear_attention) -> Any:
+    """Attention as one graph."""
+    return torch.compile(attend, fullgraph=True, backend=backend)
+
+
+CASES = {  # and a backend
+    "rope": "inductor",
+    "masked": "aot_eager",
+    "decays of queries and keys": "aot_eager",
+    "bidirectional with a decay": "aot_eager",
+    "identity": "aot_eager",
+    "permuteformer": "aot_eager",
+    "all keys, lrpe-unitary": "aot_eager",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_definition(passes, name):
+    given = linear_options(name, 1, 1, T, D)
+    *inputs, grad = drawn((1, 1, T, D), (1, 1, T, D), (1, 1, T, E), (1, 1, T, E))
+    found = with_gradients(inputs, torch.float32, given, grad, compiled(CASES[name]))
+    near(found, with_gradients(inputs, torch.float64, given, grad, quadratic))
+    assert passes == ["_forward", "_backward"]  # states of the first are saved
+
+
+def test_bfloat16_has_the_numbers_of_eager_mode():
+    """The encoded denominator saves the digits that outputs lack."""
+    given = linear_options("encoded", 1, 1, T, D)
+    *inputs, grad = drawn(*[(1, 1, T, D)] * 4, dtype=torch.bfloat16)
+    found, eager = (with_gradients(inputs, torch.bfloat16, given, grad, run) for run in (compiled(), linear_attention))
+    assert all(map(torch.equal, found, eager))
+
+
+def test_tensors_that_learn_or_are_shared_have_gradients():
+    """One tensor is queries and keys, and one table serves both, and every sample."""
+    x, v, grad = drawn((2, 1, T, D), (2, 1, T, D), (2, 1, T, D))
+    isometry = linear_options("rope", 2, 1, T, D)["isometry"]
+    table = next(iter(isometry.tensors()))
+
+    def attend(x, v, table):
+        return linear_attention(x, x, v, isometry=isometry.replace([table]), feature_map=elu1, causal=True)
+
+    results = []
+    for run, dtype in ((compiled(attend=attend), torch.float32), (attend, torch.float64)):
+        leaves = [a.to(dtype, copy=True).requires_grad_() for a in (x, v, table)]
+        out = run(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
+    near(*results)
+
+
+def test_lengths_compile_twice_at_most(passes):
+    """Also with one segment, and with many. Denominators are counted."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    attend = compiled(backend)
+    for t in (20, 33, 5, 70):
+        q, k, v = drawn(*[(1, 1, t, D)] * 3)
+        given = {"decay": -torch.arange(t, dtype=torch.float64)[None] / 9, "causal": True}
+        with torch.no_grad(), Clamped() as clamped:
+            out = attend(q, k, v, **given)
+        assert clamped.total == t
+        near([out], [linear_attention(*(x.double() for x in (q, k, v)), **given)])
+    assert len(graphs) <= 2
+    assert passes == ["_forward"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "t", "learns"),
+    [
+        ("masked", 5, True),
+        ("masked", T, False),
+        ("encoded", T, True),
+        ("bidirectional with a decay", T, True),
+        ("all keys, rope", 5, True),
+    ],
+)
+def test_shapes_are_known_ahead(monkeypatch, name, t, learns):
+    """The fake operator returns tensors of the shapes, strides and dtypes of the operator."""
+    sums = []
+    monkeypatch.setattr(triton.Triton, "run", lambda self, given: sums.append(given) or (given.v, ()))
+    q, k, v = (x.bfloat16().requires_grad_(learns) for x in drawn(*[(1, 1, t, D)] * 3))
+    linear_attention(q, k, v, **linear_options(name, 1, 1, t, D))
+    given = "triton", *described(sums[0])
+    assert problem(*given[1:4]).denominator == "divide"
+    torch.library.opcheck(torch.ops.isopos.kernel_forward, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_exports_have_operations_of_pytorch_alone(monkeypatch):
+    monkeypatch.undo()
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return linear_attention(q, k, v, causal=True)
+
+    program = torch.export.export(Attend(), tuple(drawn(*[(1, 1, T, D)] * 3)))
+    assert not any("kernel_forward" in str(node.target) for node in program.graph.nodes)
