@@ -139,7 +139,18 @@ def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind
 
 
 def over_other_rows() -> Decorator:
-    """Parametrise a test in the same way by all other rows, which run the same code with other numbers."""
-    seen = {(case.id, kind) for case, kind in pairs()}
-    rows = ((case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds)
-    return over_pairs((case, kind) for case, kind in rows if (case.id, kind) not in seen)
+    """Parametrise a test in the same way by rows with other classes of encodings, groups or numbers of columns.
+
+    The remaining rows run the same code with other numbers.
+    """
+
+    def parts(case: SchemeCase, kind: str) -> tuple[Any, ...]:
+        built = _built(case, kind)
+        return kind, built.structure, built.classes, type(case.group), case.group.columns, case.outside
+
+    found = {parts(*row): row for row in pairs()}
+    known = len(found)
+    for case in [*SCHEMES, *ENCODINGS_ALONE]:
+        for kind in case.kinds:
+            found.setdefault(parts(case, kind), (case, kind))
+    return over_pairs([*found.values()][known:])
