@@ -1,6 +1,7 @@
 """Test tables of papers: data files, locks, ranks, and `isopos table` end to end."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -548,14 +549,16 @@ def test_rows_are_those_that_are_asked_for_with_the_baseline_first():
 
 
 def test_the_sources_of_corpora_and_of_those_from_whose_runs_they_start():
+    loaded = functools.cache(load_table)
+
     def sources(table, *data, scale="small"):
-        return reproduce._sources(load_table(table), reproduce.Options(table, scale=scale, data=data))
+        return reproduce._sources(loaded(table), reproduce.Options(table, scale=scale, data=data))
 
     assert sources("permuteformer-4", "a.txt") == sources("permuteformer-4", "wikitext-103=a.txt")
     assert list(sources("permuteformer-4", "a.txt").values()) == ["a.txt"]
     starting = 0
     for name in TABLES:
-        table = load_table(name)
+        table = loaded(name)
         order = [one.name for one in table.corpora] or [""]
         for scale in ("tiny", "small")[: 1 + all(not one.start for one in table.corpora)]:
             found = sources(name, scale=scale)
