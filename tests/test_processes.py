@@ -18,7 +18,7 @@ from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [
-    *("--steps=30", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
+    *("--steps=60", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
 TWO, SHORT, SOFTMAX = ["--devices=2"], ["--steps=10"], ["--scheme=rope:attention=softmax"]
@@ -165,14 +165,14 @@ def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_two_processes_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, number):
-    process = _start(tmp_path, "stopped", *TWO)
+    process = _start(tmp_path, "stopped", *TWO, "--steps=100000")
     _wait_for(tmp_path, "stopped", 3)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal sends it to all
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + number, out
     assert "the same command with --resume goes on from step" in out
     step = checkpoints.newest(tmp_path / "runs" / "stopped").step
-    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 30
+    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 100000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -183,7 +183,11 @@ def test_a_machine_that_waits_for_another_says_so_and_ends_when_it_is_told_to(tm
     while "waiting for 2 nodes" not in line:
         line = process.stdout.readline()
         assert line or process.returncode is None
-    time.sleep(2)  # until it waits in what is no Python
+    asleep = time.monotonic()
+    while time.monotonic() - asleep < 2:  # until it waits in what is no Python
+        time.sleep(0.1)
+        state = subprocess.run(["ps", "-o", "state=", "-p", str(process.pid)], capture_output=True, text=True, check=True)
+        asleep = asleep if state.stdout.startswith("S") else time.monotonic()
     process.send_signal(number)
     process.communicate(timeout=240)
     assert process.returncode == -number
