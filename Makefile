@@ -20,8 +20,7 @@ test: .venv/.installed-dev      ## the tests without the slow ones, on two proce
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not oracles and not triton" $(ARGS)
 
 test-all: .venv/.installed-peers  ## the slow tests, and agreement with other libraries
-	@$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
-	@$(BIN)/pytest -n 2 --dist worksteal -m oracles -rs $(ARGS) tests/test_oracles.py tests/test_conversion.py tests/test_frames.py tests/test_transformers*.py tests/test_audit*.py
+	@$(BIN)/pytest -n 2 --dist worksteal -m "slow or oracles" -rs $(ARGS)
 	@TRITON_INTERPRET=1 ISOPOS_TRITON=1 $(BIN)/pytest -n 2 --dist worksteal -m triton -rs $(ARGS) tests/test_triton*.py
 
 # Tests of Triton's kernels for each generation of GPUs, compiled without one, are part of test-all.

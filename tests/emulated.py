@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ class Emulated:
         subprocess.run(build, check=True)
         self.process = subprocess.Popen([*emulator, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.calls: list[str] = []
+        self.tensors = tensors_among(gc.get_objects())
+        gc.freeze()  # so that a call looks through newer objects alone
         for name in CALLS:
             setattr(self, f"isopos_{name}", lambda argument, name=name: self.run(name, argument._obj))
         self.lanes, *sizes = self.numbers("sizes", 0, 0, 0)
@@ -54,7 +57,10 @@ class Emulated:
 
     def run(self, name: str, call: ctypes.Structure) -> None:
         self.calls.append(name)
-        memory = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in live_tensors()]
+        memory = [
+            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+            for x in [*self.tensors, *tensors_among(gc.get_objects())]
+        ]
         if isinstance(call, library.Call):
             memory.append((ctypes.addressof(call.status.contents), 8))
         self.exchange(name, bytes(call), list(addresses_of(type(call))), memory)
@@ -81,11 +87,12 @@ class Emulated:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.stdout.close()
-        assert self.process.wait(10) == 0
+        gc.unfreeze()
+        assert self.process.wait(240) == 0
 
 
-def live_tensors() -> list[torch.Tensor]:
-    return [x for x in gc.get_objects() if type(x) in library.PLAIN and x.is_cpu and x.layout is torch.strided]
+def tensors_among(objects: list[Any]) -> list[torch.Tensor]:
+    return [x for x in objects if type(x) in library.PLAIN and x.is_cpu and x.layout is torch.strided]
 
 
 def addresses_of(kind: type[ctypes.Structure], start: int = 0):

@@ -36,14 +36,11 @@ ENCODINGS_ALONE = [ComposedCase(case.id, "", {"encoding": case.make}) for case i
 """The rows of `COMPOSED` as schemes."""
 
 
-def structure(scheme: schemes.Scheme, *apart: str) -> tuple[Any, ...]:
-    """The structure of a scheme: nested types of its arguments, and its options.
-
-    It excludes the arguments named by `apart`, which a test combines with the others.
-    """
+def structure(scheme: schemes.Scheme) -> tuple[Any, ...]:
+    """The structure of a scheme: its options, and name and nested types of each argument."""
     group = scheme.group
     x = sequence(2) if group.columns == 1 else group.origin(2)
-    seen = [(name, _of_argument(x)) for name, x in scheme.at(x).items() if x is not None and name not in apart]
+    seen = [(name, _of_argument(x)) for name, x in scheme.at(x).items() if x is not None]
     parts = type(scheme.bias).__name__, type(scheme.embedding).__name__
     return scheme.attention, scheme.inside, scheme.width > 1, scheme.outside > 0, group.refers_to_rows, *parts, *seen
 
@@ -74,19 +71,61 @@ def _cost(scheme: schemes.Scheme) -> tuple[bool, int]:
     return not list(scheme.encoding.parameters()), sum(x.numel() for x in tensors)
 
 
+class _Built(NamedTuple):
+    """What is kept of the scheme of a row."""
+
+    case: SchemeCase
+    structure: tuple[Any, ...]
+    cost: tuple[bool, int]
+    classes: tuple[str, ...]  # of encodings
+
+
+_BUILT: dict[tuple[int, str], _Built] = {}  # which keeps the cases, and so their ids, alive
+
+
+def _built(case: SchemeCase, kind: str) -> _Built:
+    """What is kept of the scheme of a row, which is built once."""
+    if (id(case), kind) not in _BUILT:
+        scheme = case.build(attention=kind)
+        classes = tuple(type(module).__name__ for module in scheme.encoding.modules())
+        _BUILT[id(case), kind] = _Built(case, structure(scheme), _cost(scheme), classes)
+    return _BUILT[id(case), kind]
+
+
 def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
-    """Structures of rows and their kinds of attention, each represented by its cheapest row."""
+    """Structures of rows and their kinds of attention, each represented by its cheapest row.
+
+    They exclude the arguments named by `apart`, which a test combines with the others.
+    """
     found: dict[Any, list[tuple[Any, Structure]]] = {}
     for case in rows:
         for kind in case.kinds:
-            scheme = case.build(attention=kind)
-            found.setdefault(structure(scheme, *apart), []).append((_cost(scheme), Structure(kind, case, [])))
+            built = _built(case, kind)
+            seen = tuple(part for part in built.structure if not (isinstance(part, tuple) and part[0] in apart))
+            found.setdefault(seen, []).append((built.cost, Structure(kind, case, [])))
     least = [min(rows, key=lambda row: row[0])[1] for rows in found.values()]
     names = [[f"{own.case.id}-{own.kind}" for _, own in rows] for rows in found.values()]
     return [own._replace(rows=same) for own, same in zip(least, names, strict=True)]
 
 
 STRUCTURES = structures([*SCHEMES, *ENCODINGS_ALONE])
+
+
+def covering() -> tuple[list[tuple[SchemeCase, str]], list[tuple[SchemeCase, str]]]:
+    """Rows and kinds of attention in which everything occurs once: for slow tests of what concerns each of both parts alone.
+
+    The first list has each structure of the arguments but for the isometry. The second one adds rows, so that each isometry
+    and each class of encodings occurs.
+    """
+    rows = [*SCHEMES, *ENCODINGS_ALONE]
+    others = [(own.case, own.kind) for own in structures(rows, "isometry")]
+    found: dict[Any, tuple[SchemeCase, str]] = {}
+    for case, kind in [*others, *pairs(), *((case, case.kinds[0]) for case in rows)]:
+        built = _built(case, kind)
+        arguments = dict(part for part in built.structure if isinstance(part, tuple))
+        found.setdefault((arguments.get("isometry"), built.classes), (case, kind))
+    known = {(case.id, kind) for case, kind in others}
+    return others, [(case, kind) for case, kind in found.values() if (case.id, kind) not in known]
 
 
 def pairs(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Iterator[tuple[SchemeCase, str]]:
@@ -100,7 +139,18 @@ def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind
 
 
 def over_other_rows() -> Decorator:
-    """Parametrise a test in the same way by all other rows, which run the same code with other numbers."""
-    seen = {(case.id, kind) for case, kind in pairs()}
-    rows = ((case, kind) for case in [*SCHEMES, *ENCODINGS_ALONE] for kind in case.kinds)
-    return over_pairs((case, kind) for case, kind in rows if (case.id, kind) not in seen)
+    """Parametrise a test in the same way by rows with other classes of encodings, groups or numbers of columns.
+
+    The remaining rows run the same code with other numbers.
+    """
+
+    def parts(case: SchemeCase, kind: str) -> tuple[Any, ...]:
+        built = _built(case, kind)
+        return kind, built.structure, built.classes, type(case.group), case.group.columns, case.outside
+
+    found = {parts(*row): row for row in pairs()}
+    known = len(found)
+    for case in [*SCHEMES, *ENCODINGS_ALONE]:
+        for kind in case.kinds:
+            found.setdefault(parts(case, kind), (case, kind))
+    return over_pairs([*found.values()][known:])

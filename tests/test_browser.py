@@ -184,7 +184,7 @@ def test_the_site_is_searched(visit, site, files, served):
     assert page.url.endswith("/algebra.html")
     field.fill("permuteformer")
     found = page.locator("a[href*='schemes.html'], a[href*='tutorials/']").filter(has_text="ermute").first
-    found.wait_for(timeout=10_000)
+    found.wait_for(timeout=120_000)
     address = found.get_attribute("href")
     found.click()
     page.wait_for_url(address.split("?")[0].split("#")[0] + "*")

@@ -113,7 +113,7 @@ def _process(code, *arguments):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are a matter of POSIX")
 def test_a_full_disk_leaves_the_one_before(tmp_path):
-    out, _ = _process(FULL, str(tmp_path)).communicate(timeout=60)
+    out, _ = _process(FULL, str(tmp_path)).communicate(timeout=240)
     assert "cannot write" in out
     assert "step-00000001 is complete: make room and continue from it with --resume" in out
     assert _steps(tmp_path) == [1]
@@ -140,7 +140,7 @@ def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
         said = process.stdout.readline()
         time.sleep(0.005 + 0.017 * n)
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
+        process.wait(timeout=240)
         said = [said, *process.stdout.readlines()][-1]
         process.stdout.close()
         found = checkpoints.complete(run)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from cases import ATTENTION, HEADS, PRESETS, close, inputs, ordered, perturb, scheme_case
-from structures import pairs
+from structures import covering
 from torch import nn
 
 from isopos import schemes
@@ -66,17 +66,21 @@ def compare(module, compiled, t=70, mask=None, roundings=2048):
             close(fast, eager, roundings=roundings)
 
 
-# Each structure is compiled once, by the slow tests but for the first of these, and the other way (of all keys) for the
-# presets; these are compiled at several lengths, too.
+# Each structure without the isometry is compiled with and without `causal`, and each isometry and class of encodings once.
+# Fast tests compile the first of these, which are compiled at several lengths, too.
 SUMMED = ("rope", "permuteformer", "ape-tree", "horn-clipped", "t5", "cosformer", "spe-sine")
 
 
 def rows():
-    """Rows of `case, kind, causal`, and whether a row runs only in slow tests."""
+    """Rows of `case, (kind, causal)`, and whether a row runs only in slow tests."""
     first = {case.name: case for case in PRESETS}
-    yield from ((first[name], (first[name].kinds[0], True), name not in SUMMED[:5]) for name in SUMMED)
-    yield from ((case, (kind, True), True) for case, kind in pairs() if case.name not in SUMMED or case.kinds[0] != kind)
-    yield from ((case, (kind, False), True) for case in PRESETS for kind in case.kinds)
+    chosen = [((first[name], (first[name].kinds[0], True)), name not in SUMMED[:5]) for name in SUMMED]
+    others, more = covering()
+    every = [(case, (kind, True)) for case, kind in [*others, *more]]
+    every += [(case, (kind, False)) for case, kind in others if case.both_ways]
+    seen = {(case.id, way) for (case, way), _ in chosen}
+    yield from ((*row, slow) for row, slow in chosen)
+    yield from ((case, way, True) for case, way in every if (case.id, way) not in seen)
 
 
 def parametrized(chosen):

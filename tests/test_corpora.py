@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import Forked
 from rich.console import Console
 
 from isopos.lab.data import corpora, prepare, sources
@@ -488,30 +489,30 @@ def test_bad_datasets(hub, tmp_path):
         load_corpus(f"hf:{tmp_path / 'other'}", 8)
 
 
-MEMORY = """
-import resource, sys
-from isopos.lab.data import corpora
-words = [f"word{n:05}" for n in range(50_000)]
-with open(sys.argv[1], "w") as file:
-    for n in range(int(sys.argv[2])):
-        file.write(" ".join(words[(n * 97 + k * k) % 50_000] for k in range(50)) + "\\n")
-read = corpora.load_corpus(sys.argv[1], 512, tokenizer="words")
-for step in range(100):
-    read.batch(0, step, 8, 512)
-unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-print(len(read.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-"""
+def read_text(path, lines):
+    """Write and read a text of words; print their number and the peak memory of this process in bytes."""
+    import resource
+
+    words = [f"word{n:05}" for n in range(50_000)]
+    with open(path, "w") as file:
+        for n in range(int(lines)):
+            file.write(" ".join(words[(n * 97 + k * k) % 50_000] for k in range(50)) + "\n")
+    found = load_corpus(path, 512, tokenizer="words")
+    for step in range(100):
+        found.batch(0, step, 8, 512)
+    unit = 1 if sys.platform == "darwin" else 1024
+    print(len(found.train), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(tmp_path):
+def test_memory_does_not_grow_with_the_text(tmp_path, cache):
     """103 million words fit into 2 GiB. Only the memory map of the tokens grows, by at most 4 bytes per word."""
     pytest.importorskip("resource", reason="this system does not tell peak memory")
     found = []
     for lines in (20_000, 120_000):
-        command = [sys.executable, "-c", MEMORY, str(tmp_path / f"{lines}.txt"), str(lines)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        found.append((int(out[0]), int(out[1])))
+        environment = {"ISOPOS_CACHE": str(cache)}
+        process = Forked(tmp_path, read_text, str(tmp_path / f"{lines}.txt"), str(lines), environment=environment)
+        found.append([int(number) for number in process.communicate(timeout=300)[0].split()])
     (words, memory), (more_words, more_memory) = found
     assert more_words > 5_500_000
     growth = max(0, more_memory - memory) / (more_words - words)

@@ -103,7 +103,7 @@ def test_a_copy_of_a_process_neither_has_nor_ends_its_lock(tmp_path):
     with try_lock(path) as mine:
         assert mine  # though the copies live
         asked.set()
-        assert answer.get(timeout=20) is False
+        assert answer.get(timeout=240) is False
         for copy in copies:
             copy.join()
         assert not Other(path).end()

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import PRESETS, each, scheme_case
+from cases import ATTENTION, PRESETS, each, scheme_case
 from safetensors.torch import save_model
+from structures import structures
 
 import isopos
 from isopos import schemes
@@ -90,18 +91,41 @@ class Attends(torch.nn.Module):
         return tuple(outputs)
 
 
-def attending(cases, kind):
-    """One module with the attention of all cases, two examples, and names of outputs."""
-    module = Attends([case.build(attention=kind) for case in cases]).eval()
+class Rotates(torch.nn.Module):
+    """Queries and keys of several schemes, with their isometries at separate positions."""
+
+    def __init__(self, built):
+        super().__init__()
+        self.schemes = torch.nn.ModuleList(built)
+
+    def forward(self, x, *positions):
+        outputs = []
+        for scheme, position in zip(self.schemes, positions, strict=True):
+            heads = x.unflatten(-1, (scheme.heads, -1)).transpose(-2, -3)
+            maps = scheme.encoding.query(position), scheme.encoding.key(position)
+            outputs.append(torch.cat([rho.last(x.shape[-2])(heads) for rho in maps], -1))
+        return tuple(outputs)
+
+
+def examples_of(cases):
+    """Two examples for a module of all cases, and names of its outputs."""
     examples = []
     for batch, t in ((2, 6), (3, 9)):
         positions = {f"positions.{n}": case.positions(t=t) for n, case in enumerate(cases)}
         examples.append({"x": torch.randn(batch, t, 16), **positions})
-    return module, examples, [f"y.{n}" for n in range(len(cases))]
+    return examples, [f"y.{n}" for n in range(len(cases))]
+
+
+def attending(cases, kind):
+    """One module with the attention of all cases, two examples, and names of outputs."""
+    return Attends([case.build(attention=kind) for case in cases]).eval(), *examples_of(cases)
 
 
 EXPORTED = [case for case in PRESETS if case.name not in REFUSED]
-CHUNKS = [("softmax", EXPORTED[n : n + 8]) for n in range(0, len(EXPORTED), 8)]
+WHOLE = [own.case for own in structures(EXPORTED, "isometry") if own.kind == "softmax"]  # the others differ by isometries
+OTHERS = [case for case in EXPORTED if case not in WHOLE]
+CHUNKS = [("softmax", WHOLE[n : n + 8]) for n in range(0, len(WHOLE), 8)]
+CHUNKS += [("isometries", OTHERS[n : n + 8]) for n in range(0, len(OTHERS), 8)]
 IDS = ("permuteformer", "horn-clipped", "lrpe-orthogonal-householder", "ape-sequence-decay", "rope-complex")
 LINEAR = ("linear", [scheme_case(id) for id in IDS])
 
@@ -111,7 +135,8 @@ LINEAR = ("linear", [scheme_case(id) for id in IDS])
 def test_every_scheme_is_an_onnx_file_of_any_length(kind, cases, tmp_path):
     """`export` compares both examples with PyTorch. The test adds a third length, one token."""
     onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
-    file, (module, examples, outputs) = tmp_path / "schemes.onnx", attending(cases, kind)
+    file, (examples, outputs) = tmp_path / "schemes.onnx", examples_of(cases)
+    module = attending(cases, kind)[0] if kind in ATTENTION else Rotates([case.build() for case in cases]).eval()
     onnx.export(module, file, *examples, outputs)
     positions = {f"positions.{n}": case.positions(t=1) for n, case in enumerate(cases)}
     third = {"x": examples[0]["x"][:1, :1]} | positions

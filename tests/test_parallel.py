@@ -58,7 +58,7 @@ def test_float32_to_a_millionth():
 
 
 @pytest.mark.slow
-def test_every_structure_in_every_setting_in_groups_of_two_three_and_four_processes():
+def test_structures_in_every_setting_in_groups_of_two_three_and_four_processes():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("shards.py"))], capture_output=True, text=True, timeout=900, check=False

@@ -6,11 +6,11 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from cases import named
+from forks import Forked, isopos
 from trainers import free_port, run_all
 
 from isopos.lab.runs import checkpoints
@@ -18,31 +18,21 @@ from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [
-    *("--steps=30", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
+    *("--steps=60", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
 TWO, SHORT, SOFTMAX = ["--devices=2"], ["--steps=10"], ["--scheme=rope:attention=softmax"]
 
 
 def _start(folder, name, *arguments, environment=None):
-    command = [sys.executable, "-m", "isopos", "train", "quickstart", *TINY, "--name", name, *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return Forked(folder, isopos, *_command(name, *arguments), environment=environment)
 
 
 def _finish(process):
     try:
-        out, _ = process.communicate(timeout=90)
+        out, _ = process.communicate(timeout=240)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     assert process.returncode == 0, out
     return out
 
@@ -94,11 +84,9 @@ def _killed(folder, name, *arguments, rank=None):
         else:
             listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
             os.kill(int(listed.stdout.split()[rank]), signal.SIGKILL)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        process.kill()
     run = folder / "runs" / name
     assert not (run / "result.json").exists()
     assert checkpoints.newest(run).step >= 10
@@ -177,14 +165,14 @@ def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_two_processes_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path, number):
-    process = _start(tmp_path, "stopped", *TWO)
+    process = _start(tmp_path, "stopped", *TWO, "--steps=100000")
     _wait_for(tmp_path, "stopped", 3)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal sends it to all
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + number, out
     assert "the same command with --resume goes on from step" in out
     step = checkpoints.newest(tmp_path / "runs" / "stopped").step
-    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 30
+    assert step == _rows(tmp_path, "stopped")[-1]["step"] < 100000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -194,10 +182,14 @@ def test_a_machine_that_waits_for_another_says_so_and_ends_when_it_is_told_to(tm
     line = ""
     while "waiting for 2 nodes" not in line:
         line = process.stdout.readline()
-        assert line or process.poll() is None
-    time.sleep(2)  # until it waits in what is no Python
+        assert line or process.returncode is None
+    asleep = time.monotonic()
+    while time.monotonic() - asleep < 2:  # until it waits in what is no Python
+        time.sleep(0.1)
+        state = subprocess.run(["ps", "-o", "state=", "-p", str(process.pid)], capture_output=True, text=True, check=True)
+        asleep = asleep if state.stdout.startswith("S") else time.monotonic()
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=240)
     assert process.returncode == -number
 
 
@@ -213,18 +205,17 @@ def test_of_two_that_resume_a_run_at_once_one_is_refused(tmp_path):
         _wait_for(tmp_path, "run", 6)
         for more in ("--resume", "--overwrite"):
             other = start(more)
-            out, _ = other.communicate(timeout=60)
+            out, _ = other.communicate(timeout=240)
             assert other.returncode == 2
             assert f"runs/run is in use by process {first.pid} on " in out
         os.kill(first.pid, signal.SIGKILL)
-        first.communicate(timeout=60)
+        first.communicate(timeout=240)
         again = start("--resume")
         _wait_for(tmp_path, "run", checkpoints.newest(run).step + 20)
         os.kill(again.pid, signal.SIGTERM)
-        out, _ = again.communicate(timeout=60)
+        out, _ = again.communicate(timeout=240)
         assert again.returncode == 143, out
         assert [row["step"] for row in _rows(tmp_path, "run")] == [*range(1, checkpoints.newest(run).step + 1)]
     finally:
         for process in started:
             process.kill()
-            process.communicate()

@@ -1,9 +1,10 @@
 """Test that files of samples are read once, line by line, and memory-mapped, with constant memory."""
 
-import subprocess
+import random
 import sys
 
 import pytest
+from forks import Forked
 
 from isopos.lab.data import cache
 from isopos.lab.recipes import Recipe
@@ -12,64 +13,51 @@ from isopos.lab.tasks.transduction import Transduction
 from isopos.lab.tasks.tree_transduction import TreeTransduction
 from isopos.lab.tasks.trees import TreeClasses
 
-WRITE = """
-import random
-import sys
-
-kind, path, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
-draw = random.Random(0)
-with open(path, "w") as file:
-    for n in range(rows):
-        digits = [draw.randrange(10) for _ in range(40)]
-        words = " ".join(map(str, digits))
-        other = f"(c {n % 7} (a {words} (b 1)))"
-        line = {
-            "listops": f"{sum(digits) % 10}\\t[SM {words} ]",
-            "tree-transduction": f"(a {words} (b 1))\\t{other}",
-            "transduction": f"{words}\\t{words} {n % 7}",
-            "trees": f"{digits[0]}\\t{other}",
-        }[kind]
-        print(line, file=file)
-"""
 TASKS = {"listops": ListOps, "tree-transduction": TreeTransduction, "transduction": Transduction, "trees": TreeClasses}
 BYTES = {"listops": 3, "tree-transduction": 8, "transduction": 3, "trees": 12}
 """Of peak memory, a token, at most: of the map 1, 4, 1, and 9 with nodes, and a few numbers a row."""
 
-PEAK = """
-import resource
-import sys
-
-from isopos.lab.recipes import Recipe
-from isopos.lab.tasks import find
-
-task = find(sys.argv[1])(data=sys.argv[2])
-recipe = Recipe(task=task).edit(batch=8)
-data = task.load(recipe)
-recipe = data.infer(recipe)
-for step in range(50):
-    data.batch(recipe, step)
-unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-print(sum(int(sizes.sum()) for sizes in data.sizes.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-"""
-
 
 def written(kind, folder, rows):
-    path = folder / f"{rows}.tsv"
-    subprocess.run([sys.executable, "-c", WRITE, kind, str(path), str(rows)], check=True)
+    """The path of a file of random samples."""
+    draw, path = random.Random(0), folder / f"{rows}.tsv"
+    with open(path, "w") as file:
+        for n in range(rows):
+            digits = [draw.randrange(10) for _ in range(40)]
+            words = " ".join(map(str, digits))
+            other = f"(c {n % 7} (a {words} (b 1)))"
+            line = {
+                "listops": f"{sum(digits) % 10}\t[SM {words} ]",
+                "tree-transduction": f"(a {words} (b 1))\t{other}",
+                "transduction": f"{words}\t{words} {n % 7}",
+                "trees": f"{digits[0]}\t{other}",
+            }[kind]
+            print(line, file=file)
     return str(path)
+
+
+def read(kind, path):
+    """Print the tokens of a file that a task reads, and the peak memory of this process in bytes."""
+    import resource
+
+    recipe = Recipe(task=TASKS[kind](data=path)).edit(batch=8)
+    data = recipe.task.load(recipe)
+    recipe = data.infer(recipe)
+    for step in range(50):
+        data.batch(recipe, step)
+    unit = 1 if sys.platform == "darwin" else 1024
+    print(sum(int(sizes.sum()) for sizes in data.sizes.values()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TASKS)
-def test_memory_hardly_grows_with_a_file(kind, tmp_path, monkeypatch):
+def test_memory_hardly_grows_with_a_file(kind, tmp_path):
     pytest.importorskip("resource", reason="this system does not tell peak memory")
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
     found = []
     for rows in (2_000, 22_000):
-        out = subprocess.run(
-            [sys.executable, "-c", PEAK, kind, written(kind, tmp_path, rows)], capture_output=True, text=True, check=True
-        )
-        found.append([int(number) for number in out.stdout.split()])
+        path, environment = written(kind, tmp_path, rows), {"ISOPOS_CACHE": str(tmp_path / "cache")}
+        out, _ = Forked(tmp_path, read, kind, path, environment=environment).communicate(timeout=300)
+        found.append([int(number) for number in out.split()])
     (tokens, memory), (more_tokens, more_memory) = found
     assert more_tokens - tokens > 800_000
     growth = (more_memory - memory) / (more_tokens - tokens)

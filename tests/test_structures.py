@@ -1,7 +1,7 @@
 """Test that the list of structures is complete for all rows and classes, and adds new structures automatically."""
 
 from cases import COMPOSED, HEADS, SCHEMES, SchemeCase, named, over_rows, perturb
-from structures import ENCODINGS_ALONE, STRUCTURES, structure, structures
+from structures import ENCODINGS_ALONE, STRUCTURES, covering, structure, structures
 
 from isopos import maps, phases, schemes, terms
 from isopos.encodings import Identity
@@ -81,6 +81,16 @@ def test_a_new_structure_appears_by_itself_and_a_row_like_another_adds_none():
     new = [own for own in found if own.case.id == "own"]
     assert [own.rows for own in new] == [["own-linear", "again-linear"], ["own-softmax", "again-softmax"]]
     assert len(found) == len(structures(SCHEMES)) + len(new)
+
+
+def test_few_rows_have_every_class_of_encodings_and_every_argument():
+    others, more = covering()
+    rows = [*others, *more]
+    assert len(rows) == len({(case.id, kind) for case, kind in rows}) < 0.7 * len(STRUCTURES)
+    built = [case.build(attention=kind) for case, kind in rows]
+    classes = {type(module) for scheme in built for module in scheme.encoding.modules()}
+    assert classes == {type(x) for case in [*SCHEMES, *ENCODINGS_ALONE] for x in case.build().encoding.modules()}
+    assert types_in(tuple(map(structure, built))) == types_in(tuple(LISTED))
 
 
 def test_rows_that_learn_stand_for_their_structures():
