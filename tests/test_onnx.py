@@ -103,7 +103,8 @@ class Rotates(torch.nn.Module):
         for scheme, position in zip(self.schemes, positions, strict=True):
             heads = x.unflatten(-1, (scheme.heads, -1)).transpose(-2, -3)
             maps = scheme.encoding.query(position), scheme.encoding.key(position)
-            outputs.append(torch.cat([rho.last(x.shape[-2])(heads) for rho in maps], -1))
+            both = zip(maps, (heads, heads + 1), strict=True)  # of equal ones ONNX would compute one
+            outputs.append(torch.cat([rho.last(x.shape[-2])(y) for rho, y in both], -1))
         return tuple(outputs)
 
 
