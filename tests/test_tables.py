@@ -527,11 +527,11 @@ def test_two_processes_divide_the_cells(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lrpe-2", "lengths", "ape-3", "lrpe-3"])  # permuteformer-4: two processes, above
 def test_a_whole_table_at_the_tiny_scale(isopos, tmp_path, name):
-    begun = time.process_time()
+    start = time.process_time()
     code, out, _ = isopos("table", name, "--scale", "tiny", "--device", "cpu")
     assert code == 0
     assert "Missing" not in out
-    assert time.process_time() - begun < 120
+    assert time.process_time() - start < 120
     page = (tmp_path / "runs" / "tables" / f"{name}-tiny" / "table.md").read_text()
     assert all(row.name in page for row in load_table(name).rows)
 

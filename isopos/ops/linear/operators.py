@@ -108,16 +108,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    kernel: str,
-    grad: Tensor,
-    packed: list[Tensor],
-    tensors: list[Tensor],
-    form: str,
-    places: list[int],
-    needed: list[bool],
-) -> list[Tensor]:
-    pairs = zip(tensors, needed, strict=True)
+def _(kernel: str, grad: Tensor, packed: list[Tensor], tensors: list[Tensor], *description: Any) -> list[Tensor]:
+    pairs = zip(tensors, description[-1], strict=True)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x, need in pairs if need]
 
 

@@ -11,7 +11,7 @@ from isopos.ops.library import watched
 from isopos.ops.linear.autograd import refuses_step
 from isopos.ops.linear.division import clamp, divide
 from isopos.ops.linear.features import ALL_READY, Decays, Features, Past, Sums
-from isopos.ops.rotate import reflect
+from isopos.ops.rotate import permute, reflect
 from isopos.ops.slices import Slices
 
 
@@ -175,7 +175,7 @@ def _by_row(features: Features, dtype: torch.dtype) -> Callable[[Tensor, int], T
 
 
 def _gathered(index: Tensor, x: Tensor, n: int) -> Tensor:
-    return x.gather(-1, _row(index, n).expand(x.shape))
+    return permute(x, _row(index, n))
 
 
 def _lifted(cos: Tensor, sin: Tensor, x: Tensor, n: int) -> Tensor:
