@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import NOT_SHOWN, Difference
-from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
+from isopos.lab.reports.intervals import FEW, NOT_SHOWN, Difference, spearman
+from isopos.lab.reports.paper import FIGURES, PAIRED
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, Rows, tables
 
