@@ -422,7 +422,7 @@ def test_an_infinite_gradient_of_a_finite_loss_ends_the_run_as_it_was(source, tm
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert rows[-1]["loss"] > 0
     assert rows[-1]["gradient_norm"] is None
-    saved = checkpoints.read(checkpoints.newest(tmp_path / "run"))
+    saved = checkpoints.read_content(checkpoints.newest(tmp_path / "run"))
     assert saved["step"] == 1
     kept = lab.load(tmp_path / "run").state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in saved["model"].items())

@@ -98,7 +98,7 @@ def first_difference(
         with torch.no_grad(), traced(subject.exact) as seen:
             index = call(subject.exact)
         traces.append(seen if index is None else {name: at for name, a in seen.items() if (at := _at(a, index)) is not None})
-    curves = by_position(*(of_layers(subject.exact, trace) for trace in traces))
+    curves = by_position(*(layer_outputs(subject.exact, trace) for trace in traces))
     for name, a in traces[0].items():
         b = traces[1].get(name)
         if b is not None and a.shape == b.shape and (e := relative_error(a, b)) > subject.tolerance:
@@ -107,7 +107,7 @@ def first_difference(
     return "", curves
 
 
-def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def layer_outputs(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of items of the outermost `nn.ModuleList` or `nn.Sequential`."""
     layers: dict[str, Tensor] = {}
     for name in sorted(outputs, key=lambda name: (name.count("."), name)):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from isopos.audit import declared
 from isopos.audit.checks import check, unless
 from isopos.audit.report import Finding
-from isopos.audit.subject import Rotary, Skip, Subject, relative_error
+from isopos.audit.subject import RotaryModule, Skip, Subject, relative_error
 
 FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
 FURTHER = tuple(2**n for n in range(10, 32))
@@ -23,7 +23,7 @@ ANY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional", "mrope")  #
 CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
 
 
-def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
+def _declared(subject: Subject) -> list[tuple[RotaryModule, Tensor]]:
     """Rotary modules with their declared frequencies ``[f]``."""
     declared_rotaries, reasons = [], []
     for rotary in subject.rotary(subject.module):
@@ -31,7 +31,9 @@ def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
             reasons.append(f"{rotary.name}: the configuration does not say how many features rotate")
             continue
         try:
-            declared_rotaries.append((rotary, declared.frequencies(rotary.parameters, rotary.features, rotary.trained)))
+            declared_rotaries.append(
+                (rotary, declared.declared_frequencies(rotary.parameters, rotary.features, rotary.trained))
+            )
         except (ValueError, KeyError) as error:
             reasons.append(f"{rotary.name}: {error}")
     unless(not declared_rotaries, "; ".join(reasons) or "no rotary module with declared parameters was found")
@@ -46,7 +48,7 @@ def frequencies(subject: Subject) -> Iterator[Finding]:
             yield _equal(rotary, rotary.frequencies, want)
 
 
-def _equal(rotary: Rotary, actual: Tensor, want: Tensor) -> Finding:
+def _equal(rotary: RotaryModule, actual: Tensor, want: Tensor) -> Finding:
     says = f"{rotary.parameters.get('rope_type')} frequencies of base {float(rotary.parameters['rope_theta']):g}"
     actual = actual.detach().double().cpu().flatten()
     if actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all()):
@@ -66,7 +68,7 @@ def _worst(actual: Tensor, want: Tensor) -> float:
 def attention_factor(subject: Subject) -> Iterator[Finding]:
     """Compare the attention factor of yarn and longrope, whose square multiplies logits."""
     for rotary, _ in _declared(subject):
-        want = declared.attention_factor(rotary.parameters, rotary.trained)
+        want = declared.declared_factor(rotary.parameters, rotary.trained)
         actual = rotary.attention_factor
         sound = abs(actual - want) <= 1e-6 * want
         remedy = "" if sound else "multiply cosines and sines by the factor of the declared type"
@@ -120,7 +122,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def _grows(rotary: Rotary) -> bool:
+def _grows(rotary: RotaryModule) -> bool:
     """Whether the module builds a table as long as its largest position, too large for far positions."""
     assert rotary.tables is not None
     sizes, module = [], copy.deepcopy(rotary.module)
@@ -131,17 +133,17 @@ def _grows(rotary: Rotary) -> bool:
     return sizes[1] > sizes[0] >= PROBED
 
 
-def _within(rotary: Rotary) -> int:
+def _within(rotary: RotaryModule) -> int:
     """Positions of plain calls, short enough not to trigger dynamic rules."""
     original = rotary.parameters.get("original_max_position_embeddings") or rotary.trained or FAR[-1]
     return min(original, rotary.trained or original)
 
 
-def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
+def _table(rotary: RotaryModule, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
     """A finding that a table of dtype at positions x ``[1 t]`` is right, or the first position where it is not."""
     assert rotary.tables is not None
-    want_w = declared.frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
-    factor = declared.attention_factor(rotary.parameters, rotary.trained)
+    want_w = declared.declared_frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
+    factor = declared.declared_factor(rotary.parameters, rotary.trained)
     angle = x[0].double()[:, None] * want_w
     want = torch.stack((angle.cos(), angle.sin())) * factor
     with torch.no_grad():

@@ -67,7 +67,7 @@ class BlockOptions(TypedDict, total=False):
     window: int | None
 
 
-class Options(BlockOptions, total=False):
+class ModelOptions(BlockOptions, total=False):
     """Options of a model: the options of its blocks, and two more; see `Trunk`."""
 
     stochastic_depth: float

@@ -126,7 +126,7 @@ def untrusted(triton: str, assembler: str, generation: int) -> str:
 
 
 @cache
-def fingerprint() -> str:
+def kernels_fingerprint() -> str:
     """Twelve digits that change with the source of the kernels, to which results belong."""
     home = Path(__file__).parent
     files = sorted(file for pattern in KERNELS for file in home.glob(pattern))
@@ -149,7 +149,7 @@ def recorded(path: Path) -> tuple[frozenset[Passed], str]:
         return frozenset(), f"there is no {path}, which `isopos gpu-check` writes"
     except (OSError, ValueError, TypeError, KeyError) as error:
         return frozenset(), f"{path} is no file of `isopos gpu-check`: {type(error).__name__}: {error}"
-    if kernels != fingerprint():
+    if kernels != kernels_fingerprint():
         return frozenset(), f"{path} is about other kernels; run `isopos gpu-check` again"
     return rows, ""
 
@@ -161,7 +161,7 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def generation(device: torch.device) -> int:
+def compute_generation(device: torch.device) -> int:
     """First number of a device's compute capability; 0 in Triton's interpreter, where no compiler matters."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
@@ -169,7 +169,7 @@ def generation(device: torch.device) -> int:
 @cache
 def unreliable(device: torch.device) -> str:
     """`untrusted` of this machine's compilers for a device."""
-    return "" if device.type != "cuda" else untrusted(triton_version(), ptxas(), generation(device))
+    return "" if device.type != "cuda" else untrusted(triton_version(), ptxas(), compute_generation(device))
 
 
 @cache

@@ -27,7 +27,7 @@ WORKLOADS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
 }
 
 
-def measured(names: Iterable[str]) -> list[str]:
+def measurement_names(names: Iterable[str]) -> list[str]:
     """Names of the measurements for ceilings with these names."""
     return list(dict.fromkeys(part for name in names for part in PARTS.get(name, (name,))))
 

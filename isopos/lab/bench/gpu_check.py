@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from isopos.lab.bench import gpu_rows
-from isopos.lab.bench.gpu_rows import MACHINE, MARK, Row
+from isopos.lab.bench.gpu_rows import MACHINE, MARK, GpuRow
 from isopos.ops import gpu as gate
 from isopos.ops.trust import OPERATIONS, PATH, RESULTS, Passed
 
@@ -118,7 +118,7 @@ class Worker:
             self.process = None
 
 
-class Check:
+class CheckRun:
     """A run of `isopos gpu-check` in a folder.
 
     Args:
@@ -162,7 +162,7 @@ class Check:
                     "choose another folder"
                 )
 
-    def run(self, rows: Sequence[Row], jobs: int) -> None:
+    def run(self, rows: Sequence[GpuRow], jobs: int) -> None:
         """Run rows in several processes, in order, until the deadline. Rows that it cuts are left for a later run."""
         pending = [row for row in rows if row.name not in self.results]
         self.workers += [Worker(self.options, self.folder) for _ in range(min(jobs, len(pending)) - len(self.workers))]
@@ -228,7 +228,7 @@ def _aside(result: Mapping[str, Any]) -> str:
     return f": {', '.join(ratios)}" if ratios else ""
 
 
-def passed(results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passed]:
+def passed(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> list[Passed]:
     """What is right by all rows of an operation and a dtype: none is left, none has failed, and both kinds have passed.
 
     Sections that concern all operations must not have failed. On a GPU, small sizes prove nothing.
@@ -249,7 +249,7 @@ def passed(results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passe
     return found
 
 
-def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passed]:
+def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> list[Passed]:
     """Write the page and the file for ISOPOS_TRITON=auto; what has passed."""
     proven = passed(results, rows)
     kernels = results.get(MACHINE, {}).get("kernels", "")
@@ -270,7 +270,7 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3g} ms"
 
 
-def page(results: Mapping[str, Result], rows: Mapping[str, Row]) -> str:
+def page(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> str:
     """The results as a page in Markdown."""
     machine = results.get(MACHINE, {})
     about = ", ".join(f"{name} {machine[name]}" for name in machine if name not in ("row", "status", "usable", "seconds"))
@@ -314,24 +314,24 @@ def main(arguments: Sequence[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (gate.interpreted() and given.small):
         raise ValueError("gpu-check: expected a GPU, or TRITON_INTERPRET=1 with --small, got a machine without one")
-    rows = {name: row for name, row in gpu_rows.rows().items() if given.only in name}
+    rows = {name: row for name, row in gpu_rows.all_rows().items() if given.only in name}
     if not rows:
         raise ValueError(f"only: expected a part of a row's name, such as accuracy, got {given.only!r}")
     folder = Path(given.out)
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * given.minutes
-    check = Check(folder, ["--device", device, *["--small"] * given.small], deadline)
+    check = CheckRun(folder, ["--device", device, *["--small"] * given.small], deadline)
     try:
         check.identify()
         check.run([row for row in rows.values() if row.section in PARALLEL], given.jobs)
         check.run([row for row in rows.values() if row.section not in PARALLEL], 1)
     finally:
         check.stop()
-        proven = write(folder, check.results, gpu_rows.rows())
+        proven = write(folder, check.results, gpu_rows.all_rows())
     return _end(folder, check.results, rows, proven)
 
 
-def _end(folder: Path, results: Mapping[str, Result], rows: Mapping[str, Row], proven: Sequence[Passed]) -> int:
+def _end(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow], proven: Sequence[Passed]) -> int:
     """Print what is left, what has failed and how to switch the kernels on; the exit status."""
     failed = [name for name, row in results.items() if row["status"] == "failed"]
     left = [name for name in rows if name not in results]

@@ -12,7 +12,7 @@ from isopos.lab.commands import rule_of
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.runs.files import read_json, write_json
-from isopos.lab.runs.folders import fingerprint, read_rows
+from isopos.lab.runs.folders import data_fingerprint, read_rows
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read
@@ -52,7 +52,7 @@ def run(options: Options, console: Console) -> int:
     require("sequence_parallel", count, "a number from 1 on", count >= 1)
     keys = options.sequence_keys
     require("sequence_keys", keys, "gather without sequence_parallel", count > 1 or keys == "gather")
-    recipe, _ = checkpoints.build_model(Path(options.run))
+    recipe, _ = checkpoints.untrained_model(Path(options.run))
     if count == 1:
         return _member(0, device, options, console)
     recipe = recipe.edit(sequence_parallel=count, devices=count, nodes=1, accumulate=1, sequence_keys=keys)
@@ -67,7 +67,7 @@ def _member(rank: int, device: str, options: Options, console: Console | None = 
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
-    recipe, model = checkpoints.build_model(folder)
+    recipe, model = checkpoints.untrained_model(folder)
     recipe, model = recipe.edit(device=device), model.to(device)
     console = console or Console(width=150)
     console.quiet = rank > 0
@@ -126,7 +126,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     choices += f", extended by {options.extend}" if options.extend else ""
     choices += ", not the data of training" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")
-    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
+    console.print(grids.console_table([*lengths, *(metric.title for metric in metrics), ""], rows))
     reasons = [row[-1] for view, row in zip(views, rows, strict=True) if figures[str(view.multiple)] is None]
     if reasons and (options.length or len(reasons) == len(rows)):
         raise ValueError(reasons[0])
@@ -135,7 +135,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
 
 def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> tuple[Data, bool]:
     """Load the data of a run; return it, and whether it differs from the data of training."""
-    before = fingerprint(folder)
+    before = data_fingerprint(folder)
     data = recipe.task.load(recipe, console, run=folder)
     if (other := before not in ("", data.sha256)) and not options.other_data:
         raise ValueError(

@@ -27,7 +27,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import cluster, signals
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import check_same_recipe, fingerprint, read_recipe, run_folder
+from isopos.lab.runs.folders import check_same_recipe, data_fingerprint, read_recipe, run_folder
 from isopos.lab.runs.locks import holder, try_lock
 from isopos.lab.tables.loader import (
     ABOUT,
@@ -114,7 +114,7 @@ def run(options: Options, console: Console) -> int:
         check_memory(recipe)
     sets = _load(table, recipes, console)
     for cell in cells:  # finished cells must have the same data
-        if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
+        if data_fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             name = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for these data")
     _note(folder, table, options, sets, device)

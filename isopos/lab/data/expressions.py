@@ -77,7 +77,7 @@ class Expression(NamedTuple):
     branches: int
 
 
-def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
+def write_expressions(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
     """Write pairs of a split and an expression: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
     sequences = {split: Ragged(writer, split, 256) for split in SPLITS}
     for split in SPLITS:
@@ -88,7 +88,7 @@ def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
 
 
 def splits_of(arrays: Arrays) -> Splits[Expression]:
-    """The expressions that `write` wrote, with the column `about`: answers and branches ``[n 2]``."""
+    """The expressions that `write_expressions` wrote, with the column `about`: answers and branches ``[n 2]``."""
     return Splits(stored(arrays, _expression), arrays.facts, "expressions")
 
 
@@ -116,11 +116,11 @@ def encode(text: str) -> bytes:
     return bytes([NUMBERS[word] for word in words])
 
 
-def to_text(tokens: bytes) -> str:
+def expression_text(tokens: bytes) -> str:
     """The expression of tokens.
 
     Examples:
-        >>> to_text(encode("[MAX 2 [MIN 4 7]]"))
+        >>> expression_text(encode("[MAX 2 [MIN 4 7]]"))
         '[MAX 2 [MIN 4 7 ] ]'
     """
     return " ".join(TOKENS[token] for token in tokens)
@@ -220,7 +220,7 @@ def read_expressions(source: str, console: Console | None = None) -> Splits[Expr
 
         def fill(writer: Writer) -> dict[str, int]:
             dropped = Counter()
-            write(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), dropped))
+            write_expressions(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), dropped))
             return dict(dropped)
 
         return splits_of(preparation.arrays("expressions", fill))
@@ -253,7 +253,7 @@ def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
         raise _nothing(f"but {name} has none")
 
 
-def generate(
+def generate_expressions(
     seed: int, counts: Sequence[int], *, operators: Sequence[str], depth: int, arguments: int, longest: int
 ) -> Splits[Expression]:
     """Distinct random expressions by the published procedure: an argument is a list with probability 1/4.
@@ -267,7 +267,7 @@ def generate(
         longest: Largest number of tokens.
 
     Examples:
-        >>> rows = generate(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
+        >>> rows = generate_expressions(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
         >>> [len(rows.splits[split]) for split in SPLITS]
         [2, 1, 1]
     """
@@ -288,7 +288,7 @@ def generate(
     splits = (split for split, count in zip(SPLITS, counts, strict=True) for _ in range(count))
 
     def fill(writer: Writer) -> dict[str, int]:
-        write(writer, zip(splits, map(evaluate, different), strict=False))
+        write_expressions(writer, zip(splits, map(evaluate, different), strict=False))
         return {}
 
     return splits_of(in_memory(fill))

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from isopos.deprecation import renamed
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Writer, key_of
-from isopos.lab.data.digits import draw
+from isopos.lab.data.arrays import Writer, hash_of
+from isopos.lab.data.digits import draw_digits
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
 from isopos.lab.data.sources import Source, find_source, hub_images
 
@@ -82,7 +82,7 @@ def digits(height: int = 0, width: int = 0) -> ImageDataset:
     """
     if min(height, width) < 0:
         raise ValueError(f"height: expected pixels, or 0 for {SIDE}, got {height} x {width}")
-    pixels, labels = draw(0, sum(COUNTS), height or SIDE, width or SIDE)
+    pixels, labels = draw_digits(0, sum(COUNTS), height or SIDE, width or SIDE)
     splits = dict(zip(SPLITS, np.split(np.arange(len(labels)), np.cumsum(COUNTS)[:-1]), strict=True))
     sha256 = hashlib.sha256(pixels.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
     return ImageDataset("drawn digits", sha256, pixels, labels, splits, [str(n) for n in range(10)])
@@ -124,7 +124,7 @@ def read_images(
     _check_folders(files)
     with progress_bars(console, "images") as progressing:
         root, stamp = cache.default_root(), files.stamp()
-        index = f"index-images-{key_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
+        index = f"index-images-{hash_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
         kept = cache.cached_value(root, index, stamp, dict[str, Any], lambda: vars(_survey(files, progressing)))
         survey = _Survey(**kept)
         if not (height and width):

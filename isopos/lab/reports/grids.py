@@ -31,7 +31,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def console(
+def console_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, title: str = "", **options: Any
 ) -> Table:
     """A table for a console, with options of rich's `Table`; long cells are folded, markup in cells is not interpreted."""

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, ranking, read_comparison, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain, svg_text
+from isopos.lab.reports.plots import draw_curve, draw_heat, draw_panel, draw_tree, line_style, literal, plain, svg_text
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
@@ -166,10 +166,10 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
         figure = Figure(figsize=(12, 5.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         draw_tree(left, panel, scheme.attention)
-        draw(right, panel, scheme, alone=True)
+        draw_panel(right, panel, scheme, alone=True)
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
-        draw(figure.subplots(), panel, scheme, alone=True)
+        draw_panel(figure.subplots(), panel, scheme, alone=True)
     return f'<h3>{html(name)}</h3><figure id="kernel-{html(name)}">{svg(figure, f"Relative kernel of {name}")}</figure>'
 
 

@@ -110,7 +110,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
     figure = draw(table, rows, _trained_from_scratch(table, about))
     write_text(folder / "curves.svg", svg_text(figure))
-    return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
+    return grids.console_table(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
 
 
 def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str, Any]) -> RowResults:

@@ -132,7 +132,7 @@ def caption(comparison: Comparison) -> str:
     return f"{comparison.table}, {comparison.column}: {comparison.figure}; data {comparison.data}; {seeds}"
 
 
-def load() -> list[Question]:
+def load_questions() -> list[Question]:
     """All questions, in the order of the page."""
     return [_question(each) for each in json.loads(FILE.read_text(encoding="utf-8"))]
 

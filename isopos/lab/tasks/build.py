@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"  # of a finished run
 SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields that a warm start keeps
 
 
-def memory() -> float:
+def machine_memory() -> float:
     """Bytes of memory of this machine; infinity if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -59,7 +59,7 @@ def _build(recipe: Recipe, spec: str) -> Scheme:
     return scheme
 
 
-def check_group(
+def check_positions(
     recipe: Recipe,
     kinds: tuple[type[Group], ...],
     where: str,
@@ -170,7 +170,12 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     """
     m = recipe.model
     least = 4 * m.model_dim * (first[0] + m.layers * (4 * m.model_dim + 2 * (m.hidden_dim or 4 * m.model_dim)))  # bytes
-    require("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
+    require(
+        "model_dim",
+        m.model_dim,
+        f"weights that this machine has memory for, not {least >> 30:,} GiB",
+        least < machine_memory(),
+    )
     scheme = build_scheme(recipe)
     sizes = {name: getattr(m, name) for name in ("activation", "norm", "dropout", "stochastic_depth", "recompute")}
     sizes["hidden_dim"] = m.hidden_dim or None

@@ -14,7 +14,7 @@ import numpy as np
 
 from isopos.deprecation import renamed
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe, Scored, View, require
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Images(PositionedTask):
     inferred = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
     groups, where = ("Line", "Product"), "on a line or on a grid of 2 axes, which images have"
-    metrics = accuracy("held-out images", "whose class is named")
+    metrics = classifier_metrics("held-out images", "whose class is named")
 
     def setting(self, recipe: Recipe) -> str:
         return (

@@ -12,7 +12,7 @@ from isopos.lab.data import pathfinder
 from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Pathfinder(PositionedTask):
         ("pictures", 20, 10**8),
     )
     groups, where = ("Line", "Product"), "in a row or on a grid of 2 axes, which pixels have"
-    metrics = accuracy("held-out pictures", "classified correctly as connected or not")
+    metrics = classifier_metrics("held-out pictures", "classified correctly as connected or not")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."

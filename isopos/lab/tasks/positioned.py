@@ -27,14 +27,14 @@ class PositionedTask(Task):
         return super().check(recipe)
 
     def check_groups(self, recipe: Recipe) -> Any:
-        """The scheme of a recipe, after the check that it has positions for the samples; see `build.check_group`."""
+        """The scheme of a recipe, after the check that it has positions for the samples; see `build.check_positions`."""
         from isopos import positions
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_positions
 
         field, remedy = self.bound
         sizes = {"length": getattr(self, field, 0), "branches": getattr(self, "branches", 0)}
         kinds, axes = tuple(getattr(positions, name) for name in self.groups), 2 * ("Product" in self.groups)
-        return check_group(recipe, kinds, self.where, field=field, remedy=remedy, axes=axes, **sizes)
+        return check_positions(recipe, kinds, self.where, field=field, remedy=remedy, axes=axes, **sizes)
 
     def build(self, recipe: Recipe, kind: str, *first: int, **options: Any) -> Any:
         """A model of `isopos.models` with the sizes and the scheme of a recipe; see `build.build_model`."""

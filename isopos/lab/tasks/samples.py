@@ -20,11 +20,11 @@ AT_ONCE = 1 << 14  # largest number of tokens scored at once
 PAIRS = 1 << 21  # largest number of scores per head scored at once
 
 
-def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
+def classifier_metrics(what: str, right: str) -> tuple[Metric, Metric]:
     """Metrics of a classifier: accuracy, described as the share of `what` that is `right`, and cross-entropy.
 
     Examples:
-        >>> accuracy("held-out texts", "named correctly")[0].note
+        >>> classifier_metrics("held-out texts", "named correctly")[0].note
         'accuracy: share of held-out texts named correctly'
     """
     return (

@@ -70,10 +70,10 @@ class Scenes(PositionedTask):
         )
 
     def check_groups(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import check_group
+        from isopos.lab.tasks.build import check_positions
         from isopos.positions import Line, Product
 
-        scheme = check_group(recipe, (Line, Product), self.where)
+        scheme = check_positions(recipe, (Line, Product), self.where)
         group, longest = scheme.group, scheme.max_length
         require("schemes", recipe.scheme, f"positions for {self.tokens} pixels", longest is None or longest >= self.tokens)
         if not (_of_cameras(group) or group.columns == 1 or (group.is_grid and group.columns <= 3)):

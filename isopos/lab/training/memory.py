@@ -3,7 +3,7 @@
 import torch
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.tasks.build import memory
+from isopos.lab.tasks.build import machine_memory
 
 
 def check_memory(recipe: Recipe) -> None:
@@ -22,4 +22,4 @@ def check_memory(recipe: Recipe) -> None:
 
 def _memory(device: str, devices: int) -> float:
     """Memory in bytes that each process may use; infinite where the system does not tell."""
-    return torch.cuda.mem_get_info(device)[1] if torch.device(device).type == "cuda" else memory() / devices
+    return torch.cuda.mem_get_info(device)[1] if torch.device(device).type == "cuda" else machine_memory() / devices

@@ -18,7 +18,16 @@ from isopos import laws
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, check_same_recipe, create, fingerprint, read_rows
+from isopos.lab.runs.folders import (
+    EXAMPLES,
+    Interrupted,
+    Log,
+    Result,
+    check_same_recipe,
+    create,
+    data_fingerprint,
+    read_rows,
+)
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.attentions import BASELINES
 from isopos.lab.tasks.build import build_scheme
@@ -126,7 +135,7 @@ def _train(
 ) -> Result | None:
     if resume:
         check_same_recipe(folder, recipe)
-        if (before := fingerprint(folder)) not in ("", data.sha256):
+        if (before := data_fingerprint(folder)) not in ("", data.sha256):
             raise ValueError(
                 f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
                 "give it back its data or choose another --name"
@@ -144,7 +153,7 @@ def _train(
     if last is not None and last.ended:
         fitted = None
     else:
-        state = checkpoints.read(last) if last else None
+        state = checkpoints.read_content(last) if last else None
         from isopos.lab.training import trainer  # imports Lightning, which takes seconds
 
         with Log(folder, last.step if last else 0) if first else nullcontext() as log:

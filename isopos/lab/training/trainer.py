@@ -286,7 +286,7 @@ class _Training(LightningModule):
         if self.log_rows is not None:
             try:
                 self.log_rows.flush()
-                checkpoints.save(self.folder, state, self.step, validation, self.metric.better, self.ended)
+                checkpoints.save_checkpoint(self.folder, state, self.step, validation, self.metric.better, self.ended)
             except OSError as failure:
                 error = str(failure)
         error = self.trainer.strategy.broadcast(error)
