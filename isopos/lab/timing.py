@@ -165,7 +165,6 @@ def interleave(
     Args:
         workloads: Workloads by name.
         rounds: Largest number of rounds.
-        device: Device of the workloads.
         limit: Seconds after which no further round starts, after `MIN_ROUNDS` rounds.
     """
     calls = {name: _calls(workload, device) for name, workload in workloads.items()}

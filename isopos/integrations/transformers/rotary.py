@@ -177,7 +177,7 @@ def is_rotation(scheme: Scheme, *, with_decay: bool = False) -> bool:
 
 
 def rotary_tables(scheme: Scheme, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Cosines and sines ``[*b t f 2]`` of each of the `rotated_slices` at positions x ``[*b t c]``, times attention factors."""
+    """Cosines and sines ``[*b t f 2]`` of each of `rotated_slices` at positions x ``[*b t c]``, times attention factors."""
     dtype, by_part = torch.promote_types(dtype, torch.float32), []
     if scheme.sharpness != 1 and any(isinstance(part, int) for part in rotated_slices(scheme.encoding) or ()):
         raise ValueError("scheme: expected it as it was patched in, got one of whole_logits since; unpatch, and patch again")

@@ -60,10 +60,8 @@ def section(
     """Measure a section in this process.
 
     Args:
-        name: Name of the section.
         rounds: Largest number of rounds.
         longest: Largest length of sequences, for a quick trial.
-        device: Device of the workloads.
         done: Titles of existing rows; races whose rows all exist are left out.
     """
     existing, options = {tuple(title) for title in done}, {}

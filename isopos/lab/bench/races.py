@@ -325,7 +325,6 @@ def race(
         section: Section of the rows.
         contest: The race.
         rounds: Largest number of rounds.
-        device: Device of the workloads.
         dtype: Dtype of queries, keys and values.
         limit: Seconds after which no further round starts, after three rounds.
     """

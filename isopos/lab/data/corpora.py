@@ -27,13 +27,10 @@ from rich.console import Console
 from torch import Tensor
 
 from isopos.catalog import expect
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Writer, hash_of, in_memory
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, check_tokenizer, named_split, preparing
 from isopos.lab.data.sources import Source, decoded, find_source, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
-
-__getattr__ = renamed(__name__, {"load": "isopos.lab.data.corpora.load_corpus"})
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
 FINGERPRINT_VERSION = 1

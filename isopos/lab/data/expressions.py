@@ -19,14 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.labelled import assign_splits
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
-
-__getattr__ = renamed(__name__, {"read": "isopos.lab.data.expressions.read_expressions"})
 
 
 def _median(numbers: Sequence[int]) -> int:
@@ -64,17 +61,11 @@ class Misplaced(ValueError):
 
 
 class Expression(NamedTuple):
-    """One sample.
+    """One sample."""
 
-    Args:
-        tokens: Numbers of `TOKENS`.
-        answer: Its value.
-        branches: Largest number of children in its tree; an operator's children are its arguments and the closing bracket.
-    """
-
-    tokens: bytes
-    answer: int
-    branches: int
+    tokens: bytes  # numbers of `TOKENS`
+    answer: int  # its value
+    branches: int  # largest number of children in its tree; an operator's children are its arguments and the closing bracket
 
 
 def write_expressions(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
@@ -196,10 +187,6 @@ def read_expressions(source: str, console: Console | None = None) -> Splits[Expr
     chosen by a hash of the tokens, so splits are disjoint. Splits made by names may overlap: expressions of test are then
     dropped from validation and train, and expressions of validation from train. Prepared once, then memory-mapped.
 
-    Args:
-        source: A path.
-        console: Shows the progress.
-
     Raises:
         ValueError: If there is nothing to read, or a row is wrong (with file, line and column).
     """
@@ -259,7 +246,6 @@ def generate_expressions(
     """Distinct random expressions by the published procedure: an argument is a list with probability 1/4.
 
     Args:
-        seed: Seed of the random numbers.
         counts: Numbers of expressions in train, validation and test.
         operators: Names of `OPERATORS`, equally likely.
         depth: Largest depth of nested lists.

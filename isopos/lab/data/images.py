@@ -18,16 +18,11 @@ import numpy as np
 from PIL import Image, ImageOps
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Writer, hash_of
 from isopos.lab.data.digits import draw_digits
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
 from isopos.lab.data.sources import Source, find_source, hub_images
-
-__getattr__ = renamed(
-    __name__, {"Pictures": "isopos.lab.data.images.ImageDataset", "read": "isopos.lab.data.images.read_images"}
-)
 
 CACHE_VERSION = 3
 SIDE, COUNTS = 28, (8000, 1000, 1000)  # default size of synthetic digits in pixels; their numbers in each split
@@ -39,25 +34,15 @@ AHEAD = 16  # decoded images per thread that may wait to be written
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Labelled images of one size; each split is ordered by a hash of the files.
-
-    Args:
-        name: Name of the source.
-        sha256: A fingerprint of files and names, or of the pixels.
-        pixels: ``[n c h w]`` uint8.
-        labels: Numbers of classes ``[n]``.
-        splits: Rows of train, validation and test; test may be empty.
-        classes: Names of the classes.
-        skipped: Descriptions of the files that were skipped.
-    """
+    """Labelled images of one size; each split is ordered by a hash of the files."""
 
     name: str
-    sha256: str
-    pixels: np.ndarray
-    labels: np.ndarray
-    splits: Mapping[str, np.ndarray]
-    classes: Sequence[str]
-    skipped: Sequence[str] = ()
+    sha256: str  # a fingerprint of files and names, or of the pixels
+    pixels: np.ndarray  # ``[n c h w]`` uint8
+    labels: np.ndarray  # numbers of classes ``[n]``
+    splits: Mapping[str, np.ndarray]  # rows of train, validation and test; test may be empty
+    classes: Sequence[str]  # names of the classes
+    skipped: Sequence[str] = ()  # descriptions of the files that were skipped
 
 
 @dataclass(frozen=True)
@@ -107,7 +92,6 @@ def read_images(
         source: A path, or hf:NAME[:CONFIG] of the hub.
         height, width: In pixels; 0: the size of the images, if all have the same.
         grey: Convert images to grey.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.

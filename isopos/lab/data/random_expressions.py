@@ -1,6 +1,6 @@
 """A generator of long random ListOps expressions: many at once, level by level, as arrays, written to the cache.
 
-It follows the procedure of `expressions.generate_expressions` and of the Long Range Arena's generator: an argument is a list with
+It follows the procedure of `generate_expressions` and of the Long Range Arena's generator: an argument is a list with
 probability 1/4, and expressions that are too short or too long are drawn again. The Arena (Tay et al. 2020,
 https://arxiv.org/abs/2011.04006; its data/listops.py) has more than 500 and less than 2000 tokens, 2 to 10 arguments, and
 10 levels; the last level has only digits.

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
 from isopos.lab.data.labelled import Classes, LabelledArrays, LabelledRow, labelled_rows, row_splits
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
 from isopos.lab.data.sources import find_source, row_error
 from isopos.lab.data.tokenizers import Tokenizer, learn
-
-__getattr__ = renamed(__name__, {"load": "isopos.lab.data.texts.load_texts"})
 
 WORDS, EACH = 7, 1.5  # words of an example text, and how often a word of the reference occurs in them
 TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
@@ -57,7 +54,6 @@ def load_texts(
         label: The column of the class.
         tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
         vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, or a row is wrong (with file and line).

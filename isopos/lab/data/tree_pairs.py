@@ -32,17 +32,11 @@ MOST = 1 << 14  # nodes of the largest random tree
 
 @dataclass(frozen=True)
 class TreePairs:
-    """Pairs of trees whose labels are numbers of tokens, with the tokens.
+    """Pairs of trees whose labels are numbers of tokens, with the tokens."""
 
-    Args:
-        pairs: Sources and targets.
-        names: Names of the tokens.
-        arities: Number of children of a node, by its token.
-    """
-
-    pairs: Splits[tuple[LabelledTree, LabelledTree]]
-    names: tuple[str, ...]
-    arities: tuple[int, ...]
+    pairs: Splits[tuple[LabelledTree, LabelledTree]]  # sources and targets
+    names: tuple[str, ...]  # names of the tokens
+    arities: tuple[int, ...]  # number of children of a node, by its token
 
 
 def random_trees(
@@ -61,9 +55,7 @@ def random_trees(
     children.
 
     Args:
-        seed: Seed of the random numbers.
         counts: Numbers of pairs in train, validation and test.
-        operation: The operation.
         depth: Mean depth.
         deviation: Standard deviation of the depth.
         labels: Number of labels for copy, rotation and ops: one half for leaves, the other half for inner nodes; for ops,
@@ -151,7 +143,6 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
 
     Args:
         source: A table, or a folder of .tsv files.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, or a row or a tree is wrong (with file, line and column).

@@ -16,17 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
 from isopos.lab.data.labelled import LINES, Classes, LabelledArrays, LabelledRow, json_rows, row_splits, table_rows
 from isopos.lab.data.labelled_trees import arities_of, problem_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
-
-__getattr__ = renamed(
-    __name__, {"Bank": "isopos.lab.data.treebank.TreeDataset", "load": "isopos.lab.data.treebank.load_trees"}
-)
 
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # random trees
@@ -85,7 +80,6 @@ def load_trees(
         inner: Keep the labels of inner nodes below the root, where the root's label is the class.
         vocabulary: Largest number of tokens; 0: all labels of train.
         words: The labels of tokens, if they are known already.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is no tree, or one is wrong (with file, line and column).

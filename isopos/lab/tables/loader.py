@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.catalog import CATALOG, expect
-from isopos.deprecation import renamed
 from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
 from isopos.spec import of_layers, split_spec
-
-__getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
 RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys of version 0.1
 FOLDER = Path(__file__).parent

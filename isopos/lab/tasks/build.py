@@ -73,7 +73,6 @@ def check_positions(
     """The scheme of a recipe (see `build_scheme`), after checks that it fits the samples.
 
     Args:
-        recipe: The recipe.
         kinds: Groups of positions that the samples have.
         where: The same in words: "on a line, which text has".
         length: Number of tokens of the longest sample.
@@ -118,7 +117,6 @@ def warm_start_recipe(folder: Path, recipe: Recipe, kind: type[Task], also: Sequ
     """The recipe of a finished run whose weights are the initial weights of another recipe.
 
     Args:
-        folder: The folder of the run.
         recipe: The recipe to be trained.
         kind: The task of the run.
         also: Names of further fields in which both must agree.
@@ -163,8 +161,6 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     The global random state is unchanged.
 
     Args:
-        recipe: The recipe.
-        kind: The class of the model.
         first: Its first arguments, which the task determines, such as the size of the vocabulary.
         options: Its further arguments.
     """

@@ -160,11 +160,7 @@ def _nats(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 class Pretrained(Tokenizer):
-    """The tokenizer in a folder of transformers, without special tokens around the text.
-
-    Args:
-        folder: The folder.
-    """
+    """The tokenizer in a folder of transformers, without special tokens around the text."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.deprecation import renamed
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe, Scored, View, require
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.images import ImageDataset
 
-__getattr__ = renamed(__name__, {"Album": "isopos.lab.tasks.images.ImageSamples"})
 
 CROP = 8  # training images are shifted by at most 1 / CROP of a side
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.deprecation import renamed
 from isopos.lab.data import pathfinder
 from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.prepare import progress_bars
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-__getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
 GREYS = 256
 

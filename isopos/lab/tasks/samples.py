@@ -66,7 +66,6 @@ def on_line_or_tree(recipe: Recipe, tokens: Sequence[Any], nodes: Callable[[int]
     """Tokens ``[b t]`` of samples, positions as the scheme needs, and the mask ``[b t]``.
 
     Args:
-        recipe: The recipe.
         tokens: Tokens of each sample.
         nodes: The tree positions ``[t 2]`` of a sample by its index.
 

@@ -77,9 +77,7 @@ class TextSamples(Labelled):
     """Samples of one text or two, which are cut to fit.
 
     Args:
-        task: The settings.
         arrays: Tokens of all texts by split.
-        tokenizer: The tokenizer of the texts.
         each: Texts per sample.
         splits: Names of the splits.
     """

@@ -112,10 +112,6 @@ def train(
     A loss or gradient that is not finite ends the run with the status "diverged". The result of an ended run is returned.
 
     Args:
-        recipe: Of the run.
-        data: Of the run.
-        folder: Of the run.
-        on_step: Called after each step.
         resume: Continue from the last checkpoint in the folder, or from the start if there is none.
         overwrite: Replace the run in the folder.
 
