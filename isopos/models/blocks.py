@@ -75,17 +75,11 @@ class ModelOptions(BlockOptions, total=False):
 
 
 class Context(NamedTuple):
-    """Tokens of another sequence, for cross-attention.
+    """Tokens of another sequence, for cross-attention."""
 
-    Args:
-        features: ``[b s m]``.
-        at: Result of the scheme's `at` at the positions of both sequences.
-        mask: ``[b s]``, True for tokens to attend to.
-    """
-
-    features: Tensor
-    at: Mapping[str, Any]
-    mask: Tensor | None = None
+    features: Tensor  # ``[b s m]``
+    at: Mapping[str, Any]  # result of the scheme's `at` at the positions of both sequences
+    mask: Tensor | None = None  # ``[b s]``, True for tokens to attend to
 
 
 class Block(nn.Module):

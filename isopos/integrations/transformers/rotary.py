@@ -28,27 +28,16 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """Measured properties of a rotary module.
+    """Measured properties of a rotary module."""
 
-    Args:
-        form: Name of the form of its output, in `FORMS`.
-        pairs: Number f of feature pairs that have an angle.
-        columns: Coordinates of a position: 1, 2 for the patches of images, or 3 for time, height and width.
-        casts: Whether tables have the dtype of the features. Otherwise they are float32.
-        layer_types: Types of layers with separate frequencies. Empty if all layers share them.
-        flexible: Whether the model's code rotates as many features as a table has and leaves the rest unchanged.
-        halves: Whether that code rotates the pairs (i, i + n / 2) of n features.
-        patch: Height and width of a patch, for a module that is called with images.
-    """
-
-    form: str
-    pairs: int
-    columns: int
-    casts: bool
-    layer_types: tuple[str, ...]
-    flexible: bool
-    halves: bool
-    patch: tuple[int, int] | None
+    form: str  # name of the form of its output, in `FORMS`
+    pairs: int  # number f of feature pairs that have an angle
+    columns: int  # coordinates of a position: 1, 2 for the patches of images, or 3 for time, height and width
+    casts: bool  # whether tables have the dtype of the features. Otherwise they are float32
+    layer_types: tuple[str, ...]  # types of layers with separate frequencies. Empty if all layers share them
+    flexible: bool  # whether the model's code rotates as many features as a table has and leaves the rest unchanged
+    halves: bool  # whether that code rotates the pairs (i, i + n / 2) of n features
+    patch: tuple[int, int] | None  # height and width of a patch, for a module that is called with images
 
     def positions(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
         """Positions ``[*b t c]`` of a call's tokens or patches.

@@ -24,6 +24,7 @@ import torch
 
 from isopos.lab.bench import gpu_rows
 from isopos.lab.bench.gpu_rows import MACHINE, MARK, GpuRow
+from isopos.lab.reports.grids import markdown
 from isopos.ops import gpu as gate
 from isopos.ops.trust import OPERATIONS, PATH, RESULTS, Passed
 
@@ -259,13 +260,6 @@ def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow
     return proven
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    lines = [titles, ["---"] * len(titles), *rows]
-    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines), ""]
-
-
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3g} ms"
 
@@ -281,7 +275,8 @@ def page(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> str:
     lines += [f"{', '.join(f'{count} {status}' for status, count in counts.items())}, {len(left)} left.", ""]
     checks = [row for row in done.values() if "races" not in row]
     cells = [(row["row"], row["status"], _aside(row).removeprefix(": ")) for row in checks]
-    lines += ["## Checks", "", *_table(("row", "status", "largest error, or what is wrong"), cells), "## Times", ""]
+    table = [markdown(("row", "status", "largest error, or what is wrong"), cells), ""] if cells else []
+    lines += ["## Checks", "", *table, "## Times", ""]
     cells = []
     for race in (race for row in done.values() for race in row.get("races", ())):
         times = _milliseconds(race["seconds"]), _milliseconds(race["baseline seconds"])
@@ -289,7 +284,8 @@ def page(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> str:
         cells.append(
             (race["workload"], race["baseline"], *times, ratio or race["note"], race["goal"] or "", race["verdict"])
         )
-    lines += _table(("workload", "compared with", "ours", "baseline", "ratio", "goal", "verdict"), cells)
+    titles = ("workload", "compared with", "ours", "baseline", "ratio", "goal", "verdict")
+    lines += [markdown(titles, cells), ""] if cells else []
     lines += ["## Rows that are left", "", *(f"- {name}" for name in left), ""] if left else []
     return "\n".join(lines)
 

@@ -156,7 +156,8 @@ def _views(options: Options, task: Task) -> list[View]:
     )
     require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
-    choices = tuple(_choice(text) for text in options.view)
+    entries = [read("view", text).entry("NAME=NUMBER") for text in options.view]
+    choices = tuple((name, value.whole_number("NAME=NUMBER")) for name, value in entries)
     views = [View(options.split, multiple, options.scored, options.limit, choices) for multiple in multiples]
     for view in views:
         require("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
@@ -182,9 +183,3 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
             scheme.extend(name, **{"factor": extent[0], "trained": extent[1]} | values)
         except TypeError as error:
             raise ValueError(f"extend: {error}") from None
-
-
-def _choice(text: str) -> tuple[str, int]:
-    """Parse NAME=NUMBER, a choice of a task."""
-    name, value = read("view", text).entry("NAME=NUMBER")
-    return name, value.whole_number("NAME=NUMBER")

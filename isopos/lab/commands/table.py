@@ -80,8 +80,7 @@ def run(options: Options, console: Console) -> int:
     """Run the missing cells, print the table and write its files; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table).with_steps(options.scale, options.steps)  # before torch is imported
     from isopos.lab.reports import paper
-    from isopos.lab.training.memory import check_memory
-    from isopos.lab.training.run import check_recipe, usable_device
+    from isopos.lab.training.run import check_memory, check_recipe, usable_device
 
     endings = [str(ending) for ending in (options.steps, options.name) if ending]
     folder = run_folder("-".join((table.name, options.scale, *endings)))

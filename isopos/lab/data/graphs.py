@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, hash_of
-from isopos.lab.data.prepare import SPLITS, OnProgress
+from isopos.lab.data.arrays import Arrays, Writer
+from isopos.lab.data.prepare import SPLITS, OnProgress, generated_arrays
 
 CACHE_VERSION = 1
 NEIGHBOURS = 2  # nearest points that each one is joined to
@@ -40,8 +39,7 @@ def prepare(
                 progressing("drawing graphs", done, sum(counts))
         return {}
 
-    key = hash_of(CACHE_VERSION, seed, list(counts), nodes, axes, farthest)
-    return cached_arrays(cache.default_root(), f"graphs-{key[:32]}", fill)
+    return generated_arrays("graphs", fill, CACHE_VERSION, seed, counts, nodes, axes, farthest)
 
 
 def draw_graph(random: np.random.Generator, nodes: int) -> np.ndarray:

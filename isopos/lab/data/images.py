@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -43,18 +43,6 @@ class ImageDataset:
     splits: Mapping[str, np.ndarray]  # rows of train, validation and test; test may be empty
     classes: Sequence[str]  # names of the classes
     skipped: Sequence[str] = ()  # descriptions of the files that were skipped
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """Properties of a source that are known before images are decoded."""
-
-    sha256: str
-    channels: int  # 1 if all images are grey, else 3
-    height: int = 0  # of the first image
-    width: int = 0
-    differs: str = ""  # the first image of another size, and both sizes
-    left: list[str] = field(default_factory=list)  # skipped files
 
 
 @lru_cache(maxsize=2)
@@ -109,24 +97,23 @@ def read_images(
     with progress_bars(console, "images") as progressing:
         root, stamp = cache.default_root(), files.stamp()
         index = f"index-images-{hash_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
-        kept = cache.cached_value(root, index, stamp, dict[str, Any], lambda: vars(_survey(files, progressing)))
-        survey = _Survey(**kept)
+        survey = cache.cached_value(root, index, stamp, dict[str, Any], lambda: _survey(files, progressing))
         if not (height and width):
-            if survey.differs:
+            if survey["differs"]:
                 raise ValueError(
-                    f"height: expected a height and a width for images that differ in size, {survey.differs}; --height "
-                    f"{survey.height} --width {survey.width} brings all to the size of the first"
+                    f"height: expected a height and a width for images that differ in size, {survey['differs']}; --height "
+                    f"{survey['height']} --width {survey['width']} brings all to the size of the first"
                 )
-            height, width = survey.height, survey.width
-        shape = (1 if grey else survey.channels, height, width)
-        preparation = Preparation((files,), root, progressing, [stamp], survey.sha256)
+            height, width = survey["height"], survey["width"]
+        shape = (1 if grey else survey["channels"], height, width)
+        preparation = Preparation((files,), root, progressing, [stamp], survey["sha256"])
         arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
     order, labels, split_number = arrays["rows"].T
     splits = {split: order[split_number == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
     by_row[order] = labels
-    skipped = [*survey.left, *arrays.facts["left"]]
-    return ImageDataset(source, survey.sha256, arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
+    skipped = [*survey["left"], *arrays.facts["left"]]
+    return ImageDataset(source, survey["sha256"], arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
 
 
 def _inside(source: str, name: str) -> tuple[str, ...]:
@@ -144,7 +131,8 @@ def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
             other.append(name)
 
 
-def _survey(source: Source, progressing: OnProgress) -> _Survey:
+def _survey(source: Source, progressing: OnProgress) -> dict[str, Any]:
+    """What is known before images are decoded: a hash, channels, size of the first, one of another size, other files."""
     digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
     for name, content in _images(source, other):
         names.append(name)
@@ -170,7 +158,8 @@ def _survey(source: Source, progressing: OnProgress) -> _Survey:
     _classes(source.name, _splits_and_classes(source.name, names))  # before anything is decoded
     width, height = first[1]
     left = [f"{len(other)} other files ({other[0]})"] if other else []
-    return _Survey(digest.hexdigest(), channels, height, width, differs, left)
+    sizes = {"channels": channels, "height": height, "width": width, "differs": differs}  # 1 channel if all are grey
+    return {"sha256": digest.hexdigest(), **sizes, "left": left}
 
 
 def _unscaled(image: Image.Image) -> str:

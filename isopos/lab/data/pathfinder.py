@@ -24,9 +24,8 @@ from functools import reduce
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, hash_of
-from isopos.lab.data.prepare import SPLITS, OnProgress
+from isopos.lab.data.arrays import Arrays, Writer
+from isopos.lab.data.prepare import SPLITS, OnProgress, generated_arrays
 
 CACHE_VERSION = 2
 FEWEST = 4  # Dashes of a long path.
@@ -71,8 +70,7 @@ def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractor
                 progressing("drawing pictures", done, sum(counts))
         return {}
 
-    key = hash_of(CACHE_VERSION, seed, list(counts), side, dashes, distractors)
-    return cached_arrays(cache.default_root(), f"pathfinder-{key[:32]}", fill)
+    return generated_arrays("pathfinder", fill, CACHE_VERSION, seed, counts, side, dashes, distractors)
 
 
 def draw_pair(random: np.random.Generator, side: int, dashes: int, distractors: int) -> np.ndarray:

@@ -73,6 +73,11 @@ def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool
     return sha256, [(name, size) for name, size in sizes]
 
 
+def generated_arrays(kind: str, fill: Fill, *settings: Any) -> Arrays:
+    """The arrays that `fill` writes, a function of the settings alone, from the cache."""
+    return cached_arrays(cache.default_root(), f"{kind}-{hash_of(*settings)[:32]}", fill)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Surveyed sources, and the arrays prepared from them in the cache."""

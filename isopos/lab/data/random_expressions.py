@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Writer, cached_arrays, hash_of
+from isopos.lab.data.arrays import Writer
 from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, write_expressions
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.prepare import SPLITS, generated_arrays
 from isopos.lab.data.splits import Splits
 
 CACHE_VERSION = 2
@@ -75,8 +74,7 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings) -> Splits[Expr
         write_expressions(writer, samples())
         return {}
 
-    key = f"listops-{hash_of(CACHE_VERSION, seed, list(counts), vars(settings))[:32]}"
-    return splits_of(cached_arrays(cache.default_root(), key, fill))
+    return splits_of(generated_arrays("listops", fill, CACHE_VERSION, seed, counts, vars(settings)))
 
 
 def draw_expressions(seed: int, settings: Settings) -> Iterator[Expression]:

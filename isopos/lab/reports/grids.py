@@ -1,13 +1,16 @@
-"""Tables of text, in Markdown and for a console, and lines around them. Cells are data, never markup."""
+"""Tables of text, in Markdown and for a console, and lines around them. Cells are data, never markup.
+
+Only functions for a console need rich: `isopos gpu-check` writes Markdown on machines without it.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from isopos.lab.runs.files import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 RULES, JUSTIFY = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
@@ -33,8 +36,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
 
 def console_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, title: str = "", **options: Any
-) -> Table:
+) -> "Table":
     """A table for a console, with options of rich's `Table`; long cells are folded, markup in cells is not interpreted."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(header_style="bold", title=Text(printable(title), "table.title") if title else None, **options)
     for name, letter in zip(header, align.ljust(len(header), "l"), strict=True):
         table.add_column(Text(name), justify=JUSTIFY[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
@@ -43,13 +49,15 @@ def console_table(
     return table
 
 
-def say(out: Console, *lines: str) -> None:
+def say(out: "Console", *lines: str) -> None:
     """Print each line unchanged and unwrapped."""
     for line in lines:
         out.print(printable(line), markup=False, soft_wrap=True)
 
 
-def warn(out: Console, *warnings: str) -> None:
+def warn(out: "Console", *warnings: str) -> None:
     """Print warnings."""
+    from rich.text import Text
+
     for warning in warnings:
         out.print("[yellow]warning:[/]", Text(printable(warning)), soft_wrap=True)

@@ -35,10 +35,7 @@ def write(folder: Path) -> Path:
     pictures = [section for run in best_first for section in _kernel_sections(run)]
     unfinished = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>isopos: {html(folder.name)}</title>",
-        f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
+        *head(folder.name, "Which positional encoding?"),
         f"<p>{html(_setting(about, runs))}</p>",
         ""
         if about["complete"]
@@ -65,6 +62,16 @@ def write(folder: Path) -> Path:
     path = folder / "report.html"
     write_text(path, "\n".join(parts))
     return path
+
+
+def head(title: str, heading: str) -> list[str]:
+    """The begin of a page, up to its heading."""
+    return [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>isopos: {html(title)}</title>",
+        f"<style>{STYLE}</style></head><body><h1>{html(heading)}</h1>",
+    ]
 
 
 def html(name: str) -> str:

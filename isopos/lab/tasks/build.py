@@ -14,7 +14,7 @@ from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import BASELINES, check_baseline, replace_attention
 from isopos.lab.tasks.task import Recipe, Task, require
 from isopos.models import TOKEN_STD, PerLayer
-from isopos.positions import Group, Tree
+from isopos.positions import Group
 from isopos.schemes import Scheme, build
 from isopos.spec import of_layers, split_spec
 
@@ -56,51 +56,6 @@ def _build(recipe: Recipe, spec: str) -> Scheme:
     if other in BASELINES:
         check_baseline(other, scheme, spec)
         scheme.choices["attention"] = other
-    return scheme
-
-
-def check_positions(
-    recipe: Recipe,
-    kinds: tuple[type[Group], ...],
-    where: str,
-    *,
-    length: int = 0,
-    field: str = "longest",
-    remedy: str = "leaves longer ones out",
-    branches: int = 0,
-    axes: int = 0,
-) -> Scheme | PerLayer:
-    """The scheme of a recipe (see `build_scheme`), after checks that it fits the samples.
-
-    Args:
-        kinds: Groups of positions that the samples have.
-        where: The same in words: "on a line, which text has".
-        length: Number of tokens of the longest sample.
-        field: The field of the task that limits the length.
-        remedy: The effect of a smaller value of that field.
-        branches: Largest number of children in the samples' trees.
-        axes: Largest number of axes of grids; 0: any.
-
-    Raises:
-        ValueError: If the scheme has positions of another kind, or too few.
-    """
-    scheme = build_scheme(recipe)
-    if not isinstance(scheme.group, kinds) or (axes and not (scheme.group.is_grid and scheme.group.columns <= axes)):
-        name = split_spec(of_layers(recipe.scheme)[0])[0]
-        raise ValueError(
-            f"schemes: expected positions {where}, but {recipe.scheme} takes positions of a {scheme.group.noun}; "
-            f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
-        )
-    longest = scheme.max_length
-    if longest is not None and longest < length:
-        raise ValueError(
-            f"{field}: expected at most {longest}, for which {recipe.scheme} has positions, got {length}; "
-            f"--{field} {longest} {remedy}"
-        )
-    if isinstance(scheme.group, Tree) and scheme.group.branches < branches:
-        raise ValueError(
-            f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {branches}"
-        )
     return scheme
 
 

@@ -73,7 +73,7 @@ class Images(PositionedTask):
     )
     inferred = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
-    groups, where = ("Line", "Product"), "on a line or on a grid of 2 axes, which images have"
+    where = "on a line or on a grid of 2 axes, which images have"
     metrics = classifier_metrics("held-out images", "whose class is named")
 
     def setting(self, recipe: Recipe) -> str:

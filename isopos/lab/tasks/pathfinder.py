@@ -47,7 +47,7 @@ class Pathfinder(PositionedTask):
         (("distractors", "validation_rows"), 0, 10**9),
         ("pictures", 20, 10**8),
     )
-    groups, where = ("Line", "Product"), "in a row or on a grid of 2 axes, which pixels have"
+    where = "in a row or on a grid of 2 axes, which pixels have"
     metrics = classifier_metrics("held-out pictures", "classified correctly as connected or not")
 
     def setting(self, recipe: Recipe) -> str:

@@ -161,9 +161,6 @@ class LabelledTexts(TextSamples):
         joined = kept.sum(-1) + kept.shape[1] - 1 if self.task.pairs == "joined" else kept.max(-1)
         return joined + (self.task.pooling == "first")
 
-    def labels(self, split: str) -> np.ndarray:
-        return self.dataset.labels(split)
-
     def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:
         task, between = self.task, self.tokenizer.size
         if len(texts) == 2 and task.pairs == "joined":

@@ -30,7 +30,7 @@ from isopos.lab.runs.folders import (
 )
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.attentions import BASELINES
-from isopos.lab.tasks.build import build_scheme
+from isopos.lab.tasks.build import build_scheme, machine_memory
 from isopos.lab.tasks.task import Data
 from isopos.lab.timing import interleave
 from isopos.lab.training import OnStep
@@ -95,6 +95,22 @@ def check_over(recipe: Recipe) -> None:
         raise ValueError(
             "sequence_keys: expected gather or ring for linear attention, trees, class tokens and content-dependent phases, "
             "which need contiguous shards, got zigzag"
+        )
+
+
+def check_memory(recipe: Recipe) -> None:
+    """Raise a ValueError if the activations that blocks keep for the backward pass exceed the memory of a process."""
+    t, m = recipe.training, recipe.model
+    units = recipe.task.size(recipe) / (t.accumulate * t.devices * t.nodes)
+    tensors = 1 if m.recompute else 8  # at least, per block: input, q, k, v, and the wider inside of the feed-forward
+    need = 4 * units * m.model_dim * m.layers * tensors
+    on_gpu = torch.device(t.device).type == "cuda"
+    available = torch.cuda.mem_get_info(t.device)[1] if on_gpu else machine_memory() / t.devices
+    if need > available:
+        raise ValueError(
+            f"batch: expected one whose {t.accumulate} parts fit into the {available / 2**30:.1f} GiB of memory, "
+            f"got {t.batch}, which needs more than {need / 2**30:,.1f} GiB in each; choose a smaller batch, or a larger "
+            "--accumulate"
         )
 
 
