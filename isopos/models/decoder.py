@@ -122,7 +122,6 @@ class Continuation:
     returns the logits ``[b t vocabulary]`` after each token. Parameters of the model must not change between calls.
 
     Attributes:
-        model: The decoder.
         layers: One `isopos.Stream` per layer.
     """
 

@@ -122,7 +122,6 @@ def linear(
     Args:
         q: Queries ``[*b h t d]``, the last tokens, float32 or float64.
         k: Keys ``[*b h s d]``.
-        v: Values.
         factors: Maps of the tokens.
         g: Log decays of queries and keys, float64, which do not increase along tokens.
         state: State before these tokens.

@@ -30,21 +30,13 @@ KERNELS = ("triton_rotate.py", "linear/triton*.py")  # files with kernels and th
 
 
 class Passed(NamedTuple):
-    """What `isopos gpu-check` has found right.
+    """What `isopos gpu-check` has found right."""
 
-    Attributes:
-        device: Name of the GPU.
-        dtype: Dtype of queries, keys and values, or of rotated features: "bfloat16", "float32".
-        triton: Version of Triton.
-        ptxas: Version of the assembler.
-        operation: One of `OPERATIONS`.
-    """
-
-    device: str
-    dtype: str
-    triton: str
-    ptxas: str
-    operation: str
+    device: str  # name of the GPU
+    dtype: str  # dtype of queries, keys and values, or of rotated features: "bfloat16", "float32"
+    triton: str  # version of Triton
+    ptxas: str  # version of the assembler
+    operation: str  # one of `OPERATIONS`
 
 
 PASSED: frozenset[Passed] = frozenset()  # the kernels are on by default there; no GPU has run them yet
@@ -61,11 +53,7 @@ def triton_version() -> str:
 
 @cache
 def ptxas(path: str = "") -> str:
-    """Version of an assembler, by default of the one that Triton uses before Blackwell; "" if it cannot be run.
-
-    Args:
-        path: File of the assembler.
-    """
+    """Version of an assembler, by default of the one that Triton uses before Blackwell; "" if it cannot be run."""
     try:
         if not path:
             from triton import knobs  # pyright: ignore[reportMissingImports]
@@ -104,8 +92,6 @@ def untrusted(triton: str, assembler: str, generation: int) -> str:
     """Why no kernel should be compiled by these versions for GPUs of a generation, or "".
 
     Args:
-        triton: Version of Triton.
-        assembler: Version of ptxas.
         generation: First number of the compute capability.
 
     Examples:
@@ -179,7 +165,6 @@ def unproven(operation: str, dtypes: tuple[torch.dtype, ...], device: torch.devi
     Args:
         operation: One of `OPERATIONS`, or another one, which no result is about.
         dtypes: Dtypes of the inputs.
-        device: Their device.
         path: File of results to add to `PASSED`, or None.
     """
     rows, why = (frozenset(), "") if path is None else recorded(path)

@@ -59,17 +59,11 @@ RUNS = 10  # of which all have the same bits
 
 
 class CallSetting(NamedTuple):
-    """Where rows run.
+    """Where rows run."""
 
-    Attributes:
-        device: "cuda", or "cpu" for Triton's interpreter.
-        small: Whether sizes are small, for the interpreter.
-        runs: How often a row of repeats runs.
-    """
-
-    device: str = "cuda"
-    small: bool = False
-    runs: int = RUNS
+    device: str = "cuda"  # "cuda", or "cpu" for Triton's interpreter
+    small: bool = False  # whether sizes are small, for the interpreter
+    runs: int = RUNS  # how often a row of repeats runs
 
 
 class GpuRow(NamedTuple):

@@ -60,7 +60,6 @@ def section(
     """Measure a section in this process.
 
     Args:
-        rounds: Largest number of rounds.
         longest: Largest length of sequences, for a quick trial.
         done: Titles of existing rows; races whose rows all exist are left out.
     """

@@ -322,9 +322,6 @@ def race(
     """Run a race; yield a row per pair. A row says why there is no ratio: not installed, out of memory, or an error.
 
     Args:
-        section: Section of the rows.
-        contest: The race.
-        rounds: Largest number of rounds.
         dtype: Dtype of queries, keys and values.
         limit: Seconds after which no further round starts, after three rounds.
     """

@@ -76,7 +76,6 @@ class Ragged:
     """Appends sequences of different lengths to an array NAME-tokens, and their ends there to NAME-starts.
 
     Args:
-        writer: Writes both arrays.
         name: Prefix of their names.
         values: Number of different tokens, which determines the dtype.
     """

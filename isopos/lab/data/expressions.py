@@ -250,7 +250,6 @@ def generate_expressions(
         operators: Names of `OPERATORS`, equally likely.
         depth: Largest depth of nested lists.
         arguments: Largest number of arguments; all numbers from 2 on are equally likely.
-        longest: Largest number of tokens.
 
     Examples:
         >>> rows = generate_expressions(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)

@@ -135,7 +135,6 @@ def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tupl
     Args:
         source: A folder or an archive.
         name: A key of `SUBSETS`.
-        dropped: Counts skipped rows.
 
     Raises:
         ValueError: If a row is wrong (with file and line).

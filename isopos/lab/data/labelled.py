@@ -45,7 +45,6 @@ def labelled_rows(
 
     Args:
         source: Tables; or one file per row, whose folder is its class. If there are tables, other files are ignored.
-        names: Names of the documents.
         columns: Columns of the values, by name or, in tables without names, by number from 1 on.
         label: Column of the label, likewise.
         unlabelled: Called with the name of each file that is skipped because it has no labels: test tables without that
@@ -215,9 +214,7 @@ def assign_splits(
 
     Args:
         rows: Yields file names and rows, and counts the rows that it drops; called twice if names make the splits.
-        names: Names of the files.
         content: Of a row two byte strings: the first is hashed to choose its split, the second is equal for equal rows.
-        dropped: Counts dropped rows.
     """
     named = {name: named_split(name) for name in names}
     into, held = split_rule(named.values()), {split: set() for split in SPLITS[1:]}

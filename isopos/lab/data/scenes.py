@@ -36,12 +36,9 @@ def draw_scenes(
     """Random scenes.
 
     Args:
-        random: Generator of random numbers.
-        count: Number n of scenes.
         views: Images of a scene.
         side: Height and width of an image in pixels.
         tiles: Tiles along an edge of a wall.
-        colours: Number of colours.
 
     Returns:
         Colours of pixels ``[n views side side]`` uint8, camera-to-world matrices ``[n views 4 4]`` float64 (x right, y down,

@@ -51,7 +51,6 @@ def load_texts(
             The class is the kinds of brackets that are turned around, so it depends on the order of bytes alone. For pairs
             it is the text with the turned brackets.
         columns: The column of the text, or the two columns of a pair.
-        label: The column of the class.
         tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
         vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
 

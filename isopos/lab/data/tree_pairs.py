@@ -56,8 +56,6 @@ def random_trees(
 
     Args:
         counts: Numbers of pairs in train, validation and test.
-        depth: Mean depth.
-        deviation: Standard deviation of the depth.
         labels: Number of labels for copy, rotation and ops: one half for leaves, the other half for inner nodes; for ops,
             the last four of these are the actions.
 

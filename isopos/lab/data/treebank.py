@@ -75,8 +75,6 @@ def load_trees(
 
     Args:
         source: A path; empty: random trees of "and", "or" and "not", whose class is their value.
-        column: Column of the tree.
-        label: Column of the class.
         inner: Keep the labels of inner nodes below the root, where the root's label is the class.
         vocabulary: Largest number of tokens; 0: all labels of train.
         words: The labels of tokens, if they are known already.

@@ -19,8 +19,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
     r"""A Markdown table, without a final newline.
 
     Args:
-        header: Titles of columns.
-        rows: Cells.
         align: One letter per column, l or r; missing ones are l.
 
     Examples:

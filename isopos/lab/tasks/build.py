@@ -72,8 +72,6 @@ def warm_start_recipe(folder: Path, recipe: Recipe, kind: type[Task], also: Sequ
     """The recipe of a finished run whose weights are the initial weights of another recipe.
 
     Args:
-        recipe: The recipe to be trained.
-        kind: The task of the run.
         also: Names of further fields in which both must agree.
 
     Raises:

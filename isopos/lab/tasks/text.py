@@ -79,7 +79,6 @@ class TextSamples(Labelled):
     Args:
         arrays: Tokens of all texts by split.
         each: Texts per sample.
-        splits: Names of the splits.
     """
 
     def __init__(self, task: Any, arrays: Arrays, tokenizer: Tokenizer, each: int, splits: Sequence[str]):
