@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.report import Curves, Finding
+from isopos.audit.report import Curves, Finding, Severity
 from isopos.audit.subject import Skip, Subject, relative_error, traced
 
 Measure = Callable[[Subject], Iterable[Finding]]
@@ -135,6 +135,20 @@ def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Cu
 def _at(a: Tensor, index: Tensor) -> Tensor | None:
     """Rows of tokens, where there are as many."""
     return a[:, index] if a.ndim == 3 and a.shape[1] > int(index.max()) else None
+
+
+def judged(
+    expected: str,
+    measured: str,
+    sound: bool,
+    where: str = "",
+    remedy: str = "",
+    issue: str = "",
+    *,
+    fault: Severity = "broken",
+) -> Finding:
+    """A finding that is sound, or else a fault with its remedy and a public issue."""
+    return Finding(expected, measured, "sound", where) if sound else Finding(expected, measured, fault, where, remedy, issue)
 
 
 def unless(condition: bool, reason: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isopos.audit import declared
-from isopos.audit.checks import check, unless
+from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
 from isopos.audit.scores import Attended, equal, layers, recorded_attention
 from isopos.audit.subject import Subject, relative_error, traced
@@ -226,11 +226,9 @@ def layout(subject: Subject) -> Iterator[Finding]:
     best = min(float(losses.mean()), float(other.mean()))
     unless(best > chance - 0.1, f"its weights predict the text no better than chance: {measured}")
     unless(abs(gain) < max(4 * error, 0.02), f"both layouts predict the text alike: {measured}")
-    sound = gain < 0
-    yield Finding(
-        f"text is predicted best in {here} layout, which the code has", measured, "sound" if sound else "broken",
-        remedy="" if sound else f"these weights are of {there} layout: permute the rows of queries and keys",
-        issue="" if sound else "huggingface/nanotron#427",
+    yield judged(
+        f"text is predicted best in {here} layout, which the code has", measured, gain < 0,
+        remedy=f"these weights are of {there} layout: permute the rows of queries and keys", issue="huggingface/nanotron#427",
     )  # fmt: skip
 
 
@@ -271,8 +269,8 @@ def encoding(subject: Subject) -> Iterator[Finding]:
         words = embedded if embedded and words == "none" else f"{embedded}, and {words}" if embedded else words
         fit = f" (residual {residual:.0e})"
         expected = "the declared frequencies" if wanted else "an encoding of a known family"
-        remedy = "" if sound else "turn queries and keys by the frequencies of the configuration, in every layer that turns"
-        yield Finding(expected, words + fit, "sound" if sound else "broken", where, remedy)
+        remedy = "turn queries and keys by the frequencies of the configuration, in every layer that turns"
+        yield judged(expected, words + fit, sound, where, remedy)
 
 
 def _words(one: Attended, turn: FittedRotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:

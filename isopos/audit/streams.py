@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from isopos.audit.checks import by_position, check, compared, layer_outputs, unless
+from isopos.audit.checks import by_position, check, compared, judged, layer_outputs, unless
 from isopos.audit.report import Curves, Finding
 from isopos.audit.scores import layers
 from isopos.audit.subject import Subject, relative_error, traced
@@ -80,11 +80,10 @@ def packing(subject: Subject) -> Iterator[Finding]:
     yield whole
     if whole.severity == "sound" and "mask" in subject.abilities:
         error = relative_error(subject.packed(tokens, lengths, masked=True), want)
-        sound = error <= subject.tolerance
-        yield Finding(
-            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", "sound" if sound else "risk",
-            remedy="" if sound else "give packed batches no mask: with one, samples see each other, silently",
-            issue="" if sound else "huggingface/transformers#46634",
+        yield judged(
+            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", error <= subject.tolerance,
+            remedy="give packed batches no mask: with one, samples see each other, silently",
+            issue="huggingface/transformers#46634", fault="risk",
         )  # fmt: skip
 
 

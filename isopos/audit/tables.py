@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isopos.audit import declared
-from isopos.audit.checks import check, unless
+from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import RotaryModule, Skip, Subject, relative_error
 
@@ -70,9 +70,8 @@ def attention_factor(subject: Subject) -> Iterator[Finding]:
     for rotary, _ in _declared(subject):
         want = declared.declared_factor(rotary.parameters, rotary.trained)
         actual = rotary.attention_factor
-        sound = abs(actual - want) <= 1e-6 * want
-        remedy = "" if sound else "multiply cosines and sines by the factor of the declared type"
-        yield Finding(f"factor {want:.6g}", f"{actual:.6g}", "sound" if sound else "broken", rotary.name, remedy)
+        sound, remedy = abs(actual - want) <= 1e-6 * want, "multiply cosines and sines by the factor of the declared type"
+        yield judged(f"factor {want:.6g}", f"{actual:.6g}", sound, rotary.name, remedy)
 
 
 @check("tables", "Do cosines and sines fit the declared frequencies, at far positions and in lower dtypes?")
@@ -205,13 +204,11 @@ def order_of_calls(subject: Subject) -> Iterator[Finding]:
                 rotary.tables(used, _some(long), dtype)
                 after = rotary.tables(used, x, dtype)
             error = max(relative_error(a, b) for a, b in zip(after, fresh, strict=True))
-            sound = error <= declared.EQUAL
-            yield Finding(
+            yield judged(
                 f"a call of {short} positions in {str(dtype)[6:]} is the same after one of {long}",
-                f"difference {error:.1e}",
-                "sound" if sound else "broken", rotary.name,
-                "" if sound else "compute frequencies from the length of the call alone, keep no table of another call",
-                "" if sound else "huggingface/transformers#25306",
+                f"difference {error:.1e}", error <= declared.EQUAL, rotary.name,
+                "compute frequencies from the length of the call alone, keep no table of another call",
+                "huggingface/transformers#25306",
             )  # fmt: skip
 
 
@@ -232,11 +229,9 @@ def saving(subject: Subject) -> Iterator[Finding]:
         same = again is not None and actual.shape == again.shape and relative_error(again, actual) <= declared.EQUAL
         factors = (rotary.attention_factor, after[name].attention_factor if name in after else None)
         sound = same and factors[0] == factors[1]
-        yield Finding(
-            "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others",
-            "sound" if sound else "broken", name,
-            "" if sound else "write what the table is built from into the configuration, before the model is built",
-            "" if sound else "MakazhanAlpamys/Soup#793",
+        yield judged(
+            "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others", sound, name,
+            "write what the table is built from into the configuration, before the model is built", "MakazhanAlpamys/Soup#793",
         )  # fmt: skip
 
 
@@ -251,11 +246,8 @@ def casts(subject: Subject) -> Iterator[Finding]:
         for dtype in (torch.bfloat16, torch.float16):
             actual = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
             sound = actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all())
-            yield Finding(
-                f"frequencies stay exact in .to({dtype})", "they do" if sound else f"rounded by {_worst(actual, want):.0e}",
-                "sound" if sound else "risk", rotary.name, "" if sound else CAST,
-                "" if sound else "NVIDIA-NeMo/Automodel#2549",
-            )  # fmt: skip
+            measured, issue = "they do" if sound else f"rounded by {_worst(actual, want):.0e}", "NVIDIA-NeMo/Automodel#2549"
+            yield judged(f"frequencies stay exact in .to({dtype})", measured, sound, rotary.name, CAST, issue, fault="risk")
 
 
 @check("meta device", "Does a model come back whole from the device meta and `to_empty`?")
@@ -271,10 +263,9 @@ def meta_device(subject: Subject) -> Iterator[Finding]:
     with torch.no_grad():
         same = relative_error(subject.call(made, tokens), subject.call(module, tokens)) <= subject.tolerance
     lost = [name for name, _ in made.named_buffers() if name not in state]
-    yield Finding(
+    yield judged(
         "outputs are the same after to_empty and load_state_dict",
         "they are" if same else f"{', '.join(lost[:3]) or 'what is no parameter'}{' ...' * (len(lost) > 3)} stays empty",
-        "sound" if same else "risk", lost[0].rpartition(".")[0] if lost and not same else "",
-        "" if same else "load by from_pretrained, or compute these buffers again after to_empty",
-        "" if same else "unslothai/unsloth#6925",
+        same, lost[0].rpartition(".")[0] if lost and not same else "",
+        "load by from_pretrained, or compute these buffers again after to_empty", "unslothai/unsloth#6925", fault="risk",
     )  # fmt: skip
