@@ -138,17 +138,10 @@ def _at(a: Tensor, index: Tensor) -> Tensor | None:
 
 
 def judged(
-    expected: str,
-    measured: str,
-    sound: bool,
-    where: str = "",
-    remedy: str = "",
-    issue: str = "",
-    *,
-    fault: Severity = "broken",
+    says: str, measured: str, sound: bool, where: str = "", remedy: str = "", issue: str = "", fault: Severity = "broken"
 ) -> Finding:
     """A finding that is sound, or else a fault with its remedy and a public issue."""
-    return Finding(expected, measured, "sound", where) if sound else Finding(expected, measured, fault, where, remedy, issue)
+    return Finding(says, measured, "sound", where) if sound else Finding(says, measured, fault, where, remedy, issue)
 
 
 def unless(condition: bool, reason: str) -> None:

@@ -228,7 +228,8 @@ def layout(subject: Subject) -> Iterator[Finding]:
     unless(abs(gain) < max(4 * error, 0.02), f"both layouts predict the text alike: {measured}")
     yield judged(
         f"text is predicted best in {here} layout, which the code has", measured, gain < 0,
-        remedy=f"these weights are of {there} layout: permute the rows of queries and keys", issue="huggingface/nanotron#427",
+        remedy=f"these weights are of {there} layout: permute the rows of queries and keys",
+        issue="huggingface/nanotron#427",
     )  # fmt: skip
 
 
