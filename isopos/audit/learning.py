@@ -30,12 +30,9 @@ def gradient(subject: Subject) -> Iterator[Finding]:
     for name, parameter in learned.items():
         dead = _dead(name, parameter, subject.heads)
         finite = parameter.grad is None or bool(parameter.grad.isfinite().all())
-        measured, remedy = (
-            dead or "a gradient is not finite",
-            "compute angles with a gradient, by a kernel that differentiates them",
-        )
-        sound = not dead and finite
-        yield judged("a finite gradient reaches every head", "it does" if sound else measured, sound, name, remedy)
+        sound, remedy = not dead and finite, "compute angles with a gradient, by a kernel that differentiates them"
+        measured = "it does" if sound else dead or "a gradient is not finite"
+        yield judged("a finite gradient reaches every head", measured, sound, name, remedy)
 
 
 def _dead(name: str, parameter: nn.Parameter, heads: int | None) -> str:

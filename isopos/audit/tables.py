@@ -229,10 +229,9 @@ def saving(subject: Subject) -> Iterator[Finding]:
         same = again is not None and actual.shape == again.shape and relative_error(again, actual) <= declared.EQUAL
         factors = (rotary.attention_factor, after[name].attention_factor if name in after else None)
         sound = same and factors[0] == factors[1]
-        yield judged(
-            "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others", sound, name,
-            "write what the table is built from into the configuration, before the model is built", "MakazhanAlpamys/Soup#793",
-        )  # fmt: skip
+        says, measured = "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others"
+        remedy = "write what the table is built from into the configuration, before the model is built"
+        yield judged(says, measured, sound, name, remedy, "MakazhanAlpamys/Soup#793")
 
 
 @check("casts", "Does casting the whole module round the frequencies?")
