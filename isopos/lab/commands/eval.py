@@ -71,19 +71,15 @@ def _member(rank: int, device: str, options: Options, console: Console | None = 
     recipe, model = recipe.edit(device=device), model.to(device)
     console = console or Console(width=150)
     console.quiet = rank > 0
-    with locked(folder) if rank == 0 else nullcontext(), _over(options, model):
+    over = nullcontext()  # or that in which samples are in the processes of the default group
+    if options.sequence_parallel > 1:
+        import torch.distributed as dist
+
+        from isopos.lab.training.group import group_by_keys
+
+        over = model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
+    with locked(folder) if rank == 0 else nullcontext(), over:
         return _score(options, console, folder, recipe, model)
-
-
-def _over(options: Options, model: Any) -> Any:
-    """The context in which a model's samples are in the processes of the default group, if there are several."""
-    if options.sequence_parallel == 1:
-        return nullcontext()
-    import torch.distributed as dist
-
-    from isopos.lab.training.group import group_by_keys
-
-    return model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
 
 
 def _score(options: Options, console: Console, folder: Path, recipe: Recipe, model: Any) -> int:

@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,7 +257,8 @@ def generate_expressions(
         >>> [len(rows.splits[split]) for split in SPLITS]
         [2, 1, 1]
     """
-    draw = _uniform(seed)
+    random = np.random.default_rng(seed)
+    draw = chain.from_iterable(random.random(1 << 14).tolist() for _ in repeat(None))  # endless, in [0, 1)
 
     def grow(level: int) -> bytes:
         if level and (level == depth or next(draw) >= 0.25):
@@ -277,10 +279,3 @@ def generate_expressions(
         return {}
 
     return splits_of(in_memory(fill))
-
-
-def _uniform(seed: int) -> Iterator[float]:
-    """Endless random numbers in [0, 1)."""
-    random = np.random.default_rng(seed)
-    while True:
-        yield from random.random(1 << 14).tolist()

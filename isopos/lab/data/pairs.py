@@ -94,12 +94,7 @@ def read_pairs(source: str, languages: str, dropped: Counter[str]) -> Iterator[t
 
     first = [".jsonl"] if source.startswith("hf:") else [f".{endings[0]}"] if endings else None
     names = [sources[0].name] if len(sources) == 2 else table_names(sources[0], first)
-    return assign_splits(full, names, split_keys, dropped)
-
-
-def split_keys(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
-    """The `content` of a pair for `assign_splits`: its split follows from the source."""
-    return repr(pair[0]).encode(), repr(pair).encode()
+    return assign_splits(full, names, lambda pair: (repr(pair[0]).encode(), repr(pair).encode()), dropped)
 
 
 def load_pairs(

@@ -151,7 +151,11 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
             sequences, dropped = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
-            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, dropped):
+
+            def content(pair: tuple[LabelledTree, LabelledTree]) -> tuple[bytes, bytes]:
+                return pair[0].key.encode(), f"({pair[0].key}, {pair[1].key})".encode()
+
+            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), content, dropped):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
             names, arities = [label for label, _ in known], [arity for _, arity in known]
@@ -160,12 +164,6 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
     return TreePairs(Splits(stored(arrays, _pair, each=2), arrays.facts["left"]), tuple(arrays.facts["names"]), arities)
-
-
-def _keys(pair: tuple[LabelledTree, LabelledTree]) -> tuple[bytes, bytes]:
-    """See `assign_splits`."""
-    source, target = pair
-    return source.key.encode(), f"({source.key}, {target.key})".encode()
 
 
 def _pair(arrays: Arrays, split: str, row: int) -> tuple[LabelledTree, LabelledTree]:

@@ -34,6 +34,8 @@ def write(folder: Path) -> Path:
     best_first = [first[row.scheme] for row in ranked.rows if row.status == "finished"]
     pictures = [section for run in best_first for section in _kernel_sections(run)]
     unfinished = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
+    names = [html(scheme) for scheme in dict.fromkeys(run.recipe.scheme for run in runs)]  # each switches its curves
+    switches = [f'<label><input type="checkbox" value="{name}" checked> {name}</label>' for name in names]
     parts = [
         *head(folder.name, "Which positional encoding?"),
         f"<p>{html(_setting(about, runs))}</p>",
@@ -47,7 +49,7 @@ def write(folder: Path) -> Path:
         "</div>",
         *(f"<p><small>{html(note)}</small></p>" for note in ranked.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
-        f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
+        f'<p class="switches">{"".join(switches)}</p>',
         "<h2>Relative kernel of each scheme</h2>",
         "<p>Curves: weight (linear attention) or logit (softmax attention) of a random query and a similar key, by their "
         "offset, relative to the value at the same position. There is a curve per head, the mean of heads, and its even and "
@@ -108,12 +110,6 @@ def rows_html(
 def _cell(text: str, title: str) -> str:
     """The text, or an image if it is a data URL."""
     return f'<img src="{text}" alt="{html(title)}">' if PICTURE.fullmatch(text) else html(text)
-
-
-def _switch(scheme: str) -> str:
-    """A checkbox that shows and hides a scheme's curves."""
-    name = html(scheme)
-    return f'<label><input type="checkbox" value="{name}" checked> {name}</label>'
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:

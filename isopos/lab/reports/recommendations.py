@@ -5,7 +5,7 @@ recommendations.json next to this file has the figures. `python -m tools.generat
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,9 +119,8 @@ def caption(comparison: Comparison) -> str:
 
 def load_questions() -> list[Question]:
     """All questions, in the order of the page."""
-    return [_question(each) for each in json.loads(FILE.read_text(encoding="utf-8"))]
-
-
-def _question(entry: Mapping[str, object]) -> Question:
-    comparisons = [Comparison(**{**each, "rows": [Row(**row) for row in each["rows"]]}) for each in entry["comparisons"]]  # pyright: ignore
-    return Question(str(entry["task"]), str(entry["text"]), comparisons)
+    questions = []
+    for entry in json.loads(FILE.read_text(encoding="utf-8")):
+        comparisons = [Comparison(**each | {"rows": [Row(**row) for row in each["rows"]]}) for each in entry["comparisons"]]
+        questions.append(Question(**entry | {"comparisons": comparisons}))
+    return questions

@@ -108,7 +108,8 @@ class Expressions(Labelled):
         self.sha256, self.limit = self._hash(), task.validation_rows
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
         answers, frequent = self.labels("validation"), int(np.bincount(self.labels("train")).argmax())
-        by_first = [_by_first(row) for row in self.rows["validation"]]
+        extremes = {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}  # guesses by the first token; 4 for others
+        by_first = [extremes.get(row.tokens[0], 4) for row in self.rows["validation"]]
         self.summary = (
             f"{counts} expressions{expressions.summary}; without a model: always {frequent} "
             f"{(answers == frequent).mean():.1%}, by the first operator {(answers == by_first).mean():.1%}"
@@ -146,8 +147,3 @@ class Expressions(Labelled):
             for n, row in enumerate(rows):
                 digest.update(b"\xff" * (n > 0) + row.tokens)
         return digest.hexdigest()
-
-
-def _by_first(row: Expression) -> int:
-    """A guess by the first token only: 0 for a minimum, 9 for a maximum, else 4."""
-    return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)
