@@ -145,7 +145,7 @@ def test_a_killed_run_leaves_whole_rows_and_no_process(check, tmp_path):
 import sys, torch
 from isopos.lab.bench import gpu_check, gpu_rows
 gpu_check.COMMAND, torch.cuda.is_available = {gpu_check.COMMAND!r}, lambda: True
-gpu_rows.rows = lambda: {{name: gpu_rows.Row(name, 60, None) for name in {names!r}}}
+gpu_rows.all_rows = lambda: {{name: gpu_rows.GpuRow(name, 60, None) for name in {names!r}}}
 gpu_check.main(["--out", "out", "--jobs", "1"])
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
