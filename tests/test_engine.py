@@ -14,7 +14,7 @@ from isopos import lab
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Interrupted, read_rows
-from isopos.lab.training import memory, trainer
+from isopos.lab.training import trainer
 from isopos.lab.training import run as train
 
 TINY = Recipe().edit(
@@ -226,12 +226,12 @@ def test_memory_that_a_step_needs(monkeypatch):
         ({"accumulate": 2, "devices": 2, "nodes": 2}, 8),
     ):  # fmt: skip
         recipe, need = TINY.edit(**changes), 4 * 4 * 32 * 16 * 1 * 8 / parts
-        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need)
-        memory.check_memory(recipe)
-        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need - 1)
+        monkeypatch.setattr(train, "_memory", lambda *_, need=need: need)
+        train.check_memory(recipe)
+        monkeypatch.setattr(train, "_memory", lambda *_, need=need: need - 1)
         said = rf"batch: expected one whose {recipe.training.accumulate} parts .*, got {recipe.training.batch}, which needs"
         with pytest.raises(ValueError, match=said):
-            memory.check_memory(recipe)
+            train.check_memory(recipe)
 
 
 def test_accumulated_parts_are_one_update(run):

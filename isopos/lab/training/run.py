@@ -103,15 +103,18 @@ def check_memory(recipe: Recipe) -> None:
     t, m = recipe.training, recipe.model
     units = recipe.task.size(recipe) / (t.accumulate * t.devices * t.nodes)
     tensors = 1 if m.recompute else 8  # at least, per block: input, q, k, v, and the wider inside of the feed-forward
-    need = 4 * units * m.model_dim * m.layers * tensors
-    on_gpu = torch.device(t.device).type == "cuda"
-    available = torch.cuda.mem_get_info(t.device)[1] if on_gpu else machine_memory() / t.devices
+    need, available = 4 * units * m.model_dim * m.layers * tensors, _memory(t.device, t.devices)
     if need > available:
         raise ValueError(
             f"batch: expected one whose {t.accumulate} parts fit into the {available / 2**30:.1f} GiB of memory, "
             f"got {t.batch}, which needs more than {need / 2**30:,.1f} GiB in each; choose a smaller batch, or a larger "
             "--accumulate"
         )
+
+
+def _memory(device: str, devices: int) -> float:
+    """Bytes of memory that each process may use; infinite where the system does not tell."""
+    return torch.cuda.mem_get_info(device)[1] if torch.device(device).type == "cuda" else machine_memory() / devices
 
 
 def train(
