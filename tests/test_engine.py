@@ -14,8 +14,8 @@ from isopos import lab
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Interrupted, read_rows
-from isopos.lab.training import trainer
 from isopos.lab.training import run as train
+from isopos.lab.training import trainer
 
 TINY = Recipe().edit(
     steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
