@@ -79,7 +79,7 @@ COMMANDS = (
     "tables rope --format gguf-keys --arch llama --head-dim 8",
     "eval runs/done --split validation --length 1 2 --scored 0.5 --limit 100",
     "generate runs/done --prompt abc --tokens 5 --temperature 0.5 --top-p 0.9 --seed 1",
-    "table lengths --scale tiny --seeds 1 --rows rope --data text.txt --name new --device cpu --dry-run",
+    "table lengths --scale tiny --seeds 1 --rows rope --rates 1 2 --data text.txt --name new --device cpu --dry-run",
     "train --resume --name done --scale tiny --device cpu",
     "train quickstart --resume --name done --steps 3 --scale tiny",
     f"train quickstart --scale tiny --steps 2 --name new --scheme rope --seed 1 --save-every 1 {SMALL}",

@@ -303,3 +303,33 @@ def test_a_recipe_s_differences_are_in_words():
         "validation tokens 32,768 (paper: all); learning rate 0.003 (paper: 0.001); warmup a tenth (paper: 7)."
     )
     assert paper.differences(was, was) == "The recipe is the paper's."
+
+
+def test_notes_name_the_chosen_learning_rates_and_their_effect_on_the_order(tmp_path):
+    ends = {"none-0.5": 0.2, "none-1": 0.5, "none-2": 0.9, "ape-grid-0.5": 0.3, "ape-grid-1": 0.4, "ape-grid-2": 0.6}
+    ends |= {"rope-0.5": 0.7, "rope-1": 0.2, "rope-2": 0.2}  # accuracies
+    of_images(tmp_path, "", {"end": ""}, lambda *cell: 0.9)
+    about = json.loads((tmp_path / "about.json").read_text())
+    (tmp_path / "about.json").write_text(json.dumps(about | {"rates": [1.0, 0.5, 2.0]}))
+    for scheme, rate in itertools.product(("none", "ape-grid", "rope"), (0.5, 1.0, 2.0)):
+        for seed in (0, 1):
+            cell = tmp_path / "cells" / paper.cell_name("", scheme, seed, rate)
+            cell.mkdir(exist_ok=True)
+            columns = {"end": {"value": rate / 10 + seed, "split": "validation", "reason": ""}}
+            status = "diverged" if (scheme, rate) == ("none", 2.0) else "finished"
+            (cell / "scores.json").write_text(json.dumps({"status": status, "columns": columns, "seconds": 1.0}))
+            curve = [{"step": 1, "validation": 0.9}, {"step": 2, "validation": ends[f"{scheme}-{rate:g}"]}]
+            (cell / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
+    table = load_table(str(tmp_path / "toy.toml"))
+    _, said = paper.write(table, tmp_path)
+    assert "of 0.5, 1, 2 each row has the one" in " ".join(said)
+    effect = "Seed 0's order at 1 and at the chosen ones: rank correlation -1.00 over 3 rows."
+    assert f"Rates: 0.5 for Later; 1 for Base; 2 for Grid. {effect}" in said
+    values = json.loads((tmp_path / "figures.json").read_text())["end"]
+    assert values == {
+        name: {"0": rate / 10, "1": rate / 10 + 1} for name, rate in (("Base", 1), ("Grid", 2), ("Later", 0.5))
+    }
+    (tmp_path / "cells" / paper.cell_name("", "rope", 0, 2.0) / "scores.json").unlink()  # then it is not chosen yet
+    _, said = paper.write(table, tmp_path)
+    assert "Rates: 1 for Base; 2 for Grid." in said
+    assert "Later" not in json.loads((tmp_path / "figures.json").read_text())["end"]

@@ -64,12 +64,20 @@ def test_leaders_pairs_and_ranks(shown):
         "3 seeds: no difference shown).",
         "- right: Rope is best, ahead of PER by 0.1 [-0.87, 1.07] (95% interval for 3 pairs at once, unpaired, "
         "3 seeds: no difference shown).",
+        "- Best and worst row are apart, in standard deviations of a seed: left 9; right 3783.",
         "- left: rank correlation with the paper -0.40 over 4 rows, -1.00 without Base.",
         "- left: of 6 pairs of rows 2 in the paper's order, 0 not, 4 without a difference shown.",
         "- right: rank correlation with the paper +0.50 over 3 rows.",
         "- right: of 3 pairs of rows 2 in the paper's order, 0 not, 1 without a difference shown.",
         "- Gained by learning angles, over the fixed ones that they start with (one seed): Type1, left +0.500.",
     ]
+
+
+def test_columns_whose_rows_are_too_close_cannot_tell_their_order(shown):
+    (table,) = shown()
+    close = {"left": {"Base": (5.0, 0.3), "Rope": (6.4, 0.4)}, "right": {"Base": (5.0, 0.3), "Rope": (5.0, 0.4)}}
+    (said,) = results_page._separation(replace(table, ours=close))
+    assert said == "Too close to tell the order, with fewer than 5: left (4.0); right (0.0)."
 
 
 def test_higher_is_better_turns_every_order(shown):

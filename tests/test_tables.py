@@ -19,7 +19,8 @@ from rich.console import Console
 from isopos import linear_attention, softmax_attention
 from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES
-from isopos.lab.reports import paper
+from isopos.lab.reports.intervals import spearman
+from isopos.lab.reports.rates import validations
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table
 from isopos.lab.tasks.attentions import absence
 from isopos.lab.tasks.build import build_scheme
@@ -234,9 +235,9 @@ def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
 
 
 def test_spearman_with_ties():
-    assert paper.spearman([1, 2, 3], [3, 2, 1]) == -1
-    assert paper.spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
-    assert paper.spearman([1, 1], [1, 2]) != paper.spearman([1, 1], [1, 2])
+    assert spearman([1, 2, 3], [3, 2, 1]) == -1
+    assert spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
+    assert spearman([1, 1], [1, 2]) != spearman([1, 1], [1, 2])
 
 
 def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, monkeypatch):
@@ -381,6 +382,50 @@ def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, i
         (tmp_path / "two.toml").write_text(TASKS.replace(old, new, 1))
         with pytest.raises(ValueError, match=message):
             load_table(str(tmp_path / "two.toml"))
+
+
+@pytest.mark.slow
+def test_each_row_has_the_learning_rate_that_validates_best_with_the_first_seed(isopos, tmp_path):
+    command = ["lrpe-1", "--scale", "tiny", "--rows", "Base", "--device", "cpu", "--data", "wikibook=", "CoLA="]
+    tuned = [*command, "--seeds", "2", "--rates", "0.01", "1"]
+    assert isopos("table", *command)[0] == 0  # its cells serve the rate 1
+    cells = tmp_path / "runs" / "tables" / "lrpe-1-tiny" / "cells"
+    before = {path: path.stat().st_mtime_ns for path in cells.glob("*/scores.json")}
+    assert isopos("table", *tuned, "--dry-run")[1].splitlines()[0] == "wikibook-sinusoidal-rate0.01-seed0"
+    code, out, err = isopos("table", *tuned)
+    assert code == 0, err
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    runs = [path.parent for path in cells.glob("*/scores.json")]
+    ends = {path.name: [*validations(path).values()][-1] for path in runs}
+    rates = {path.name: json.loads((path / "recipe.json").read_text())["learning_rate"] for path in runs}
+    assert ends["wikibook-sinusoidal-seed0"] < ends["wikibook-sinusoidal-rate0.01-seed0"]
+    assert rates["wikibook-sinusoidal-rate0.01-seed0"] == rates["wikibook-sinusoidal-seed0"] * 0.01
+    accuracies = [ends[f"CoLA-sinusoidal{rate}-seed0"] for rate in ("-rate0.01", "")]
+    best = "" if accuracies[1] > accuracies[0] else "-rate0.01"  # of equal ones the first
+    other = {"": "-rate0.01", "-rate0.01": ""}[best]
+    assert f"CoLA-sinusoidal{best}-seed1" in ends
+    assert f"CoLA-sinusoidal{other}-seed1" not in ends
+    assert "wikibook-sinusoidal-seed1" in ends
+    assert "wikibook-sinusoidal-rate0.01-seed1" not in ends
+    starts = {
+        json.loads((path / "recipe.json").read_text())["start"].rpartition("/")[2]
+        for path in runs
+        if path.name.startswith("CoLA")
+    }
+    assert starts == {"wikibook-sinusoidal-seed0", "wikibook-sinusoidal-seed1"}
+    assert "wikibook: 1 for Base." in out
+    assert "0 of 6 cells are missing" in isopos("table", *tuned, "--dry-run")[1]
+    values = json.loads((cells.parent / "figures.json").read_text())["CoLA"]["Base"]
+    scored = [json.loads((cells / f"CoLA-sinusoidal{best}-seed{seed}" / "scores.json").read_text()) for seed in (0, 1)]
+    assert [*values.values()] == [each["columns"]["CoLA"]["value"] for each in scored]
+
+
+@pytest.mark.parametrize(
+    ("table", "rates"), [("ape-1", ["2"]), ("ape-1", ["1", "1"]), ("ape-1", ["0", "1"]), ("lrpe-6", ["1", "2"])]
+)
+def test_learning_rates_that_cannot_be_tried_are_refused(isopos, table, rates):
+    status, _, err = isopos("table", table, "--scale", "tiny", "--rates", *rates, "--dry-run")
+    assert (status, err.startswith("isopos: rates: expected ")) == (2, True)
 
 
 def _text(folder):
@@ -592,6 +637,7 @@ def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
         "seeds": 3,
         "corpora": {"books": "mine", "wikitext-103": "mine"},
         "machine": machine,
+        "rates": [],
     }
     monkeypatch.setattr(reproduce, "try_lock", lambda *_: contextlib.nullcontext(False))
     with pytest.raises(

@@ -11,18 +11,20 @@ import itertools
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import NOT_SHOWN, Difference
-from isopos.lab.reports.paper import FEW, FIGURES, PAIRED, spearman
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, spearman
+from isopos.lab.reports.paper import FIGURES, PAIRED
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, Rows, tables
 
 __all__ = ["ResultTable", "findings", "folders", "read", "read_all"]
 
+APART = 5  # standard deviations by which the best and the worst row of a column should differ
 SEPARATE = "quartiles do not overlap"
 RESULTS = ROOT / "docs" / "results"
 
@@ -216,6 +218,7 @@ def findings(results: Sequence[ResultTable]) -> str:
 
 def _statements(table: ResultTable) -> Iterator[str]:
     yield from _best(table)
+    yield from _separation(table)
     for column, figures in table.paper.items():
         both = {row: figure for row, figure in figures.items() if row in table.ours[column]}
         if len(both) >= FEW:
@@ -242,6 +245,22 @@ def _best(table: ResultTable) -> Iterator[str]:
             leads.setdefault((best, second, table.certainty(column, best, second, pairs)), {})[column] = lead
     for (best, second, certainty), by_column in leads.items():
         yield f"{'; '.join(by_column)}: {best} is best, ahead of {second} by {', '.join(by_column.values())} ({certainty})."
+
+
+def _separation(table: ResultTable) -> Iterator[str]:
+    """How far the best and the worst row are apart, in standard deviations of one seed, pooled over rows."""
+    apart = {}
+    for column, figures in {} if table.timed or table.seeds < MIN_SEEDS else table.ours.items():
+        variances = [spread**2 for _, spread in figures.values() if not math.isnan(spread)]
+        means = [mean for mean, _ in figures.values()]
+        if len(means) > 1 and (deviation := math.sqrt(statistics.mean(variances or [0.0]))):
+            apart[column] = (max(means) - min(means)) / deviation
+    if apart:
+        told = [f"{column} {distance:.0f}" for column, distance in apart.items() if distance >= APART]
+        untold = [f"{column} ({distance:.1f})" for column, distance in apart.items() if distance < APART]
+        text = f"Best and worst row are apart, in standard deviations of a seed: {'; '.join(told)}." if told else ""
+        cannot = f"Too close to tell the order, with fewer than {APART}: {'; '.join(untold)}." if untold else ""
+        yield " ".join(filter(None, (text, cannot)))
 
 
 def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ jobs on a cluster.
 
 import functools
 import itertools
+import math
 import pickle
 import shlex
 import sys
@@ -25,6 +26,7 @@ from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
+from isopos.lab.reports.rates import best_rate
 from isopos.lab.runs import cluster, signals
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import check_same_recipe, data_fingerprint, read_recipe, run_folder
@@ -68,6 +70,8 @@ class Options:
     rows: str = ""  # Comma list of names or schemes of rows; by default all.
     data: tuple[str, ...] = ()  # Data to replace the paper's: PATH or CORPUS=PATH; only these corpora are run.
     steps: int = 0  # Updates per cell; 0: as the scale has. They become part of the folder's name.
+    rates: tuple[float, ...] = ()
+    """Multiples of the learning rate, such as 0.5 1 2, that each row tries with seed 0; the best serves all its seeds."""
     name: str = ""  # Suffix of the folder's name, to keep a variant separate.
     device: Annotated[str, tyro.conf.arg(metavar="cpu|cuda|auto")] = "auto"
     """Device; auto takes a GPU if there is one."""
@@ -93,12 +97,13 @@ def run(options: Options, console: Console) -> int:
         recipe = table.recipe_at(options.scale, table.corpus(name)).edit(device=device)
         require("data", data, f"none for {name}, whose task has its own", not data or "data" in recipe.names)
         recipes[name] = recipe.edit(data=data) if name and "data" in recipe.names else recipe
+    _check_rates(table, recipes, options.rates)
     planned = [  # rows may have a scheme in common
         (name, replace(recipes[name], scheme=scheme, seed=seed))
         for seed, name in itertools.product(range(options.seeds), recipes)
         for scheme in dict.fromkeys(row.on(name) for row in rows if row.on(name))
     ]
-    cells = [_cell(folder, table, name, recipe) for name, recipe in planned if not table.timed]
+    cells = [] if table.timed else _cells(folder, table, planned, options.rates)
     if options.dry_run:
         untimed = [
             cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _missing_rounds(rows, folder, name)
@@ -112,20 +117,15 @@ def run(options: Options, console: Console) -> int:
         check_recipe(recipe)
         check_memory(recipe)
     sets = _load(table, recipes, console)
-    for cell in cells:  # finished cells must have the same data
-        if data_fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
-            name = sets[cell.corpus].name
-            raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for these data")
+    _check_data(cells, sets)
     _note(folder, table, options, sets, device)
-    status, missing = 0, [cell for cell in cells if not cell.done]
+    status = 0
     try:
         if table.timed:
             for name, recipe in recipes.items():
                 _time(folder, table, name, recipe, sets[name], rows, console)
-        elif options.ray:
-            status = _spread(missing, table, recipes, sets, options, console)
         else:
-            _train_cells(missing, sets, console)
+            status = _fill(table, folder, planned, options, recipes, sets, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: finished cells are kept, and the same command continues")
         status = signals.exit_status(stop)
@@ -134,6 +134,45 @@ def run(options: Options, console: Console) -> int:
     grids.say(console, *notes)
     grids.say(console, f"written: {folder / 'table.md'}, {folder / 'curves.svg'}")
     return status
+
+
+def _fill(
+    table: PaperTable,
+    folder: Path,
+    planned: Sequence[tuple[str, Recipe]],
+    options: Options,
+    recipes: Mapping[str, Recipe],
+    sets: Mapping[str, Data],
+    console: Console,
+) -> int:
+    """Train the missing cells, and those of the learning rates that these choose; return the exit status."""
+    status, cells, before = 0, _cells(folder, table, planned, options.rates), 0
+    while len(cells) > before:
+        _check_data(cells, sets)
+        missing = [cell for cell in cells if not cell.done]
+        if options.ray:
+            status |= _spread(missing, table, recipes, sets, options, console)
+        else:
+            _train_cells(missing, sets, console)
+        before, cells = len(cells), _cells(folder, table, planned, options.rates)
+    return status
+
+
+def _check_rates(table: PaperTable, recipes: Mapping[str, Recipe], rates: Sequence[float]) -> None:
+    """Raise a ValueError if learning rates cannot be tried."""
+    require("rates", rates, f"none, since {table.name} times steps without training", not rates or not table.timed)
+    right = len({f"{rate:g}" for rate in rates}) == len(rates) != 1 and all(0 < rate < math.inf for rate in rates)
+    require("rates", rates, "several different positive multiples of the learning rate, or none", right)
+    unseen = [name for name, recipe in recipes.items() if rates and not recipe.training.validate_every]
+    require("rates", rates, f"none, since {', '.join(unseen)} has no validation that could choose", not unseen)
+
+
+def _check_data(cells: Sequence[Cell], sets: Mapping[str, Data]) -> None:
+    """Raise a ValueError if finished cells have other data."""
+    for cell in cells:
+        if data_fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
+            name = sets[cell.corpus].name
+            raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for these data")
 
 
 def _check_ray(table: PaperTable, options: Options, device: str) -> None:
@@ -207,11 +246,31 @@ def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) ->
     return sets
 
 
-def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe) -> Cell:
+def _cells(folder: Path, table: PaperTable, planned: Sequence[tuple[str, Recipe]], rates: Sequence[float]) -> list[Cell]:
+    """The cells of planned runs. Of learning rates to try, seed 0 has all, and other seeds have the best one, once known."""
+    cells = []
+    for corpus, recipe in planned:
+        data = table.corpus(corpus)
+        start = data.start if data else ""
+        before = best_rate(table, folder, start, recipe.scheme, rates) if start and rates else 1.0
+        if recipe.seed and rates:
+            best = best_rate(table, folder, corpus, recipe.scheme, rates)
+            tried = [] if best is None else [best]
+        else:
+            tried = rates or [1.0]
+        if before is None:
+            continue
+        for rate in tried:
+            before_cell = folder / "cells" / cell_name(start, recipe.scheme, recipe.seed, before) if start else None
+            cells.append(_cell(folder, table, corpus, recipe, rate, before_cell))
+    return cells
+
+
+def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe, rate: float, start: Path | None) -> Cell:
     """A cell. If it exists, its recipe must be the same except for the path of the data and the device."""
-    path, data, start = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed), table.corpus(corpus), None
-    if data and data.start:
-        start = path.with_name(cell_name(data.start, recipe.scheme, recipe.seed))
+    path = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed, rate)
+    recipe = recipe.edit(learning_rate=recipe.training.learning_rate * rate)
+    if start:
         recipe = recipe.edit(start=str(start))
     if (path / "recipe.json").exists():
         before = read_recipe(path)
@@ -240,6 +299,7 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
             "seeds": max(before["seeds"], options.seeds),
             "corpora": before["corpora"] | names,
             "machine": f"torch {torch.__version__}, {where}",
+            "rates": list(options.rates),
         }
         write_json(path, about)
 

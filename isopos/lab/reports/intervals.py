@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 SHARE = 0.95
+FEW = 3  # fewest rows for a rank correlation
 MIN_SEEDS = 3  # seeds for an interval: with two, Student's t has one degree of freedom and is useless
 PANELS = 200  # of Simpson's rule, whose error is below 1e-6
 NOT_SHOWN = ": no difference shown"
@@ -105,3 +106,16 @@ class Difference:
             return "one seed" if self.seeds == 1 else f"{self.seeds} seeds: no interval"
         kind = "95% interval" + f" for {self.pairs} pairs at once" * (self.pairs > 1) + ", unpaired" * (not self.is_paired)
         return f"{kind}, {self.seeds} seeds" + NOT_SHOWN * (not self.excludes_zero)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation; equal values share the mean of their ranks. NaN if all values of one side are equal.
+
+    Examples:
+        >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
+        0.8
+    """
+    ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
+    if any(len(set(side)) == 1 for side in ranks):
+        return float("nan")
+    return round(statistics.correlation(*ranks), 12)

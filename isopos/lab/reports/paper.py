@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.reports import grids
-from isopos.lab.reports.intervals import MIN_SEEDS, Difference
+from isopos.lab.reports import grids, rates
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, spearman
 from isopos.lab.reports.plots import line_style, literal, plain, svg_text
 from isopos.lab.runs.files import write_json, write_text
-from isopos.lab.runs.folders import read_rows
 from isopos.lab.tables.loader import (
     SCORES,
     TIMED,
@@ -37,7 +36,6 @@ from isopos.lab.timing import Spread
 IGNORED = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
 FIGURES = "figures.json"  # our figures by column, row and seed
 PAIRED = "## Distance to"  # title of the second table, followed by the name of the reference row
-FEW = 3  # fewest rows for a rank correlation
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,6 @@ class RowResults:
     def name(self) -> str:
         """Name of the row."""
         return self.table_row.name
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; equal values share the mean of their ranks. NaN if all values of one side are equal.
-
-    Examples:
-        >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
-        0.8
-    """
-    ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
-    if any(len(set(side)) == 1 for side in ranks):
-        return float("nan")
-    return round(statistics.correlation(*ranks), 12)
 
 
 def differences(paper: Recipe, ours: Recipe) -> str:
@@ -122,14 +107,14 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
         return RowResults(row, ratios, {}, {})
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
-    reasons, stand_in = {}, False
+    reasons, stand_in, tried = {}, False, about["rates"]
     for corpus in about["corpora"] if row.scheme else ():
-        for seed in range(about["seeds"]):
-            cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed)
+        rate = rates.best_rate(table, folder, corpus, row.on(corpus), tried) if tried else 1.0
+        for seed in range(about["seeds"] if rate else 0):
+            cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed, rate or 1.0)
             if not (cell / SCORES).exists():
                 continue
-            scores, metrics = read_scores(cell), read_rows(cell / "metrics.jsonl")
-            curve = {entry["step"]: entry["validation"] for entry in metrics if entry.get("validation") is not None}
+            scores, curve = read_scores(cell), rates.validations(cell)
             curves[corpus][seed] = curve
             for column in (column for column in table.columns if column.corpus == corpus):
                 scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
@@ -331,6 +316,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
             "paired by seed, for all rows at once (5% divided by the number of other rows), includes 0. None is marked if "
             f"no row differs from the best, or with fewer than {MIN_SEEDS} seeds."
         )
+    yield from rates.notes(table, folder, about["corpora"], about["rates"])
     yield from _ranks(table, rows, about)
     yield from _early_order(table, rows, about)
     yield from table.notes

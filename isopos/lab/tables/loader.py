@@ -270,14 +270,21 @@ def _check(table: PaperTable) -> None:
             raise ValueError(f"{column.title}: expected a view with {table.x_axis}, the x axis of the picture")
 
 
-def cell_name(corpus: str, scheme: str, seed: int) -> str:
+def cell_name(corpus: str, scheme: str, seed: int, rate: float = 1.0) -> str:
     """The folder name of a cell, in characters that every file system allows.
 
+    Args:
+        corpus: Name of the corpus, or empty.
+        scheme: The scheme with its options.
+        seed: The seed.
+        rate: The learning rate, as a multiple of the scale's.
+
     Examples:
-        >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1)
-        ('books-rope+attention=softmax-seed0', 'rope-seed1')
+        >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1), cell_name("", "rope", 1, 0.5)
+        ('books-rope+attention=softmax-seed0', 'rope-seed1', 'rope-rate0.5-seed1')
     """
-    return f"{corpus}-{scheme}-seed{seed}".replace(":", "+").replace("*", "x").removeprefix("-")
+    tuned = f"-rate{rate:g}" if rate != 1 else ""
+    return f"{corpus}-{scheme}{tuned}-seed{seed}".replace(":", "+").replace("*", "x").removeprefix("-")
 
 
 def timing(folder: Path, corpus: str = "") -> Path:
@@ -295,9 +302,17 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Read about.json: the requests for a table's folder so far."""
     path = folder / ABOUT
     if not path.exists():
-        return {"commands": [], "seeds": 0, "corpora": {}}
-    kinds = {"scale": str, "commands": list[str], "seeds": int, "corpora": dict[str, str], "machine": str}
-    return read_json(path, kinds, "remove it, and the same command as before writes it again")
+        return {"commands": [], "seeds": 0, "corpora": {}, "rates": []}
+    kinds = {
+        "scale": str,
+        "commands": list[str],
+        "seeds": int,
+        "corpora": dict[str, str],
+        "machine": str,
+        "rates": list[float],
+    }
+    remedy = "remove it, and the same command as before writes it again"
+    return read_json(path, kinds, remedy, lambda about: {"rates": [], **about})  # older ones lack rates
 
 
 def read_scores(cell: Path) -> dict[str, Any]:

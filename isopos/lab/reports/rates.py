@@ -1,0 +1,70 @@
+"""Learning rates that a table tries: the best one of each row, and what the order of rows owes to the choice."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from isopos.lab.reports.intervals import FEW, spearman
+from isopos.lab.runs.folders import read_rows
+from isopos.lab.tables.loader import SCORES, PaperTable, cell_name, read_scores
+
+
+def validations(cell: Path) -> dict[int, float]:
+    """The main figure on held-out data by update."""
+    return {row["step"]: row["validation"] for row in read_rows(cell / "metrics.jsonl") if row.get("validation") is not None}
+
+
+def best_rate(table: PaperTable, folder: Path, corpus: str, scheme: str, rates: Sequence[float]) -> float | None:
+    """The rate whose run of seed 0 has the best last validation; None until all runs have ended.
+
+    Runs that diverged are not chosen, unless all did. Of equal runs the first is chosen.
+
+    Args:
+        table: The table.
+        folder: Its folder, which has `cells`.
+        corpus: Name of the corpus, or empty.
+        scheme: The scheme of a row on it.
+        rates: Learning rates, as multiples of the scale's.
+    """
+    ends = {}
+    for rate in rates:
+        cell = folder / "cells" / cell_name(corpus, scheme, 0, rate)
+        if not (cell / SCORES).exists():
+            return None
+        if read_scores(cell)["status"] == "finished":
+            ends[rate] = _end(table, corpus, cell)
+    return min(ends, key=lambda rate: ends[rate], default=rates[0])
+
+
+def notes(table: PaperTable, folder: Path, corpora: Sequence[str], rates: Sequence[float]) -> Iterator[str]:
+    """Sentences on the chosen rates; none if none were tried."""
+    if rates:
+        tried = ", ".join(f"{rate:g}" for rate in sorted(rates))
+        choice = "each row has the one whose run of seed 0 ends with the best validation"
+        yield f"Learning rates are multiples of the scale's: of {tried} {choice}."
+    for corpus in corpora if rates else ():
+        schemes = {row.name: row.on(corpus) for row in table.rows if row.on(corpus)}
+        chosen = {name: best_rate(table, folder, corpus, scheme, rates) for name, scheme in schemes.items()}
+        by_rate = {rate: [name for name, best in chosen.items() if best == rate] for rate in sorted(rates)}
+        if found := "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items() if names):
+            yield f"{corpus or 'Rates'}: {found}." + _effect(
+                table, folder, corpus, {schemes[name]: rate for name, rate in chosen.items() if rate}
+            )
+
+
+def _effect(table: PaperTable, folder: Path, corpus: str, chosen: dict[str, float]) -> str:
+    """The rank correlation between seed 0's last validations at the scale's learning rate and at the chosen ones."""
+    pairs = []
+    for scheme, rate in chosen.items():
+        cells = [folder / "cells" / cell_name(corpus, scheme, 0, each) for each in (1.0, rate)]
+        if all((cell / SCORES).exists() and read_scores(cell)["status"] == "finished" for cell in cells):
+            pairs.append([_end(table, corpus, cell) for cell in cells])
+    if len(pairs) < FEW:
+        return ""
+    effect = spearman(*zip(*pairs, strict=True))
+    return f" Seed 0's order at 1 and at the chosen ones: rank correlation {effect:+.2f} over {len(pairs)} rows."
+
+
+def _end(table: PaperTable, corpus: str, cell: Path) -> float:
+    """The last validation of a run as a rank, lower for better ones."""
+    curve = validations(cell)
+    return table.task_of(corpus).metrics[0].rank(curve[max(curve)])
