@@ -14,7 +14,7 @@ from rich.console import Console
 import isopos
 from isopos.audit import CHECKS, Finding, Report, Unmeasured, audit, check
 from isopos.audit.checks import compared
-from isopos.audit.declared import attention_factor, diagnosis, frequencies
+from isopos.audit.declared import declared_factor, declared_frequencies, diagnosis
 from isopos.audit.learning import _dead
 from isopos.audit.report import merged
 from isopos.audit.subject import Skip, Subject, relative_error
@@ -569,21 +569,21 @@ def test_differences_are_relative_and_see_what_is_not_finite():
 
 def test_declared_frequencies():
     plain = {"rope_type": "default", "rope_theta": 100.0}
-    assert frequencies(plain, 4, None).tolist() == [1.0, 0.1]
+    assert declared_frequencies(plain, 4, None).tolist() == [1.0, 0.1]
     proportional = plain | {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
-    assert frequencies(proportional, 8, None).tolist() == [0.5, 0.5 * 100**-0.25, 0, 0]
+    assert declared_frequencies(proportional, 8, None).tolist() == [0.5, 0.5 * 100**-0.25, 0, 0]
     dynamic = plain | {"rope_type": "dynamic", "factor": 2.0}
-    assert frequencies(dynamic, 8, 64, 64).equal(frequencies(plain, 8, None))
-    assert frequencies(dynamic, 8, 64, 128)[-1] == pytest.approx(100**-0.75 / 3)
+    assert declared_frequencies(dynamic, 8, 64, 64).equal(declared_frequencies(plain, 8, None))
+    assert declared_frequencies(dynamic, 8, 64, 128)[-1] == pytest.approx(100**-0.75 / 3)
     yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert attention_factor(yarn, 256) == pytest.approx(0.1 * math.log(4) + 1)
-    assert attention_factor(yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, 256) == 1
-    assert attention_factor(plain, 256) == 1
+    assert declared_factor(yarn, 256) == pytest.approx(0.1 * math.log(4) + 1)
+    assert declared_factor(yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, 256) == 1
+    assert declared_factor(plain, 256) == 1
     factors = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 4.0], "original_max_position_embeddings": 64}
-    longrope = [frequencies(plain | factors | {"rope_type": "longrope"}, 4, 256, t).tolist() for t in (0, 64, 65)]
+    longrope = [declared_frequencies(plain | factors | {"rope_type": "longrope"}, 4, 256, t).tolist() for t in (0, 64, 65)]
     assert longrope == [[1.0, 0.1], [1.0, 0.1], [1.0, 0.025]]  # the trained length itself is a short one
     with pytest.raises(ValueError, match=r"rope_type: expected one of default, .*, got 'swirl'"):
-        frequencies(plain | {"rope_type": "swirl"}, 4, None)
+        declared_frequencies(plain | {"rope_type": "swirl"}, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -608,14 +608,14 @@ def test_declared_frequencies():
 )
 def test_a_diagnosis_in_words(own, words):
     parameters = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-    assert words in diagnosis(own(frequencies(parameters, 8, None)), parameters, 8, None)
+    assert words in diagnosis(own(declared_frequencies(parameters, 8, None)), parameters, 8, None)
 
 
 def test_a_diagnosis_of_another_factor():
     parameters = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     parameters["original_max_position_embeddings"] = 64
     for factor in (4, 32):
-        own = frequencies(parameters | {"factor": float(factor)}, 16, 64)
+        own = declared_frequencies(parameters | {"factor": float(factor)}, 16, 64)
         assert diagnosis(own, parameters, 16, 64) == f"the declared type with factor {factor}"
 
 

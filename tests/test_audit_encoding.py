@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import isopos
 from isopos.audit import audit
 from isopos.audit.encoding import bias_family, rotation
-from isopos.audit.scores import equal, layers, watched
+from isopos.audit.scores import equal, layers, recorded_attention
 from isopos.biases import T5
 from isopos.encodings import rope_frequencies
 
@@ -164,7 +164,7 @@ def test_every_way_to_compute_attention_is_seen_alike():
         if kind == "mask":
             keys = keys[:, :1].expand(-1, 2, -1, -1)
         module = Attends(kind)
-        with watched(module, 53) as seen:
+        with recorded_attention(module, 53) as seen:
             out = module(x, keys, x)
         (one,) = seen
         product = x @ keys.mT * (0.25 if kind == "scale" else 8**-0.5)
@@ -172,11 +172,11 @@ def test_every_way_to_compute_attention_is_seen_alike():
         torch.testing.assert_close(one.q, x[0].double())
         torch.testing.assert_close(one.k, keys[0].double())
         torch.testing.assert_close(one.logits, want, atol=1e-6, rtol=1e-5)
-        with watched(module, 53, {one.product: lambda q, k: (2 * q, k / 2)}):
+        with recorded_attention(module, 53, {one.product: lambda q, k: (2 * q, k / 2)}):
             torch.testing.assert_close(module(x, keys, x), out)
-        with watched(module, 53, {one.product: lambda q, k: (0 * q, k)}):
+        with recorded_attention(module, 53, {one.product: lambda q, k: (0 * q, k)}):
             assert not module(x, keys, x).allclose(out)
-        with watched(module, 52) as seen:
+        with recorded_attention(module, 52) as seen:
             module(x, keys, x)
         assert not seen
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from isopos.audit import audit
-from isopos.audit.declared import attention_factor, frequencies
+from isopos.audit.declared import declared_factor, declared_frequencies
 
 RULES = {
     "default": {},
@@ -143,9 +143,9 @@ def test_declared_frequencies_are_those_of_transformers(rule):
     parameters = {"rope_type": rule.partition(",")[0], "rope_theta": 10000.0} | RULES[rule]
     made = faults.model("llama", rope_parameters=dict(parameters))
     table = made.model.rotary_emb
-    own = frequencies(parameters, 8, 2048)
+    own = declared_frequencies(parameters, 8, 2048)
     torch.testing.assert_close(table.inv_freq.double(), own, rtol=1e-5, atol=0)
-    assert table.attention_scaling == pytest.approx(attention_factor(parameters, 2048))
+    assert table.attention_scaling == pytest.approx(declared_factor(parameters, 2048))
     report = audit(made, checks=["frequencies", "attention factor", "tables", "autocast", "saving", "shift", "decoding"])
     assert report.sound, report
 

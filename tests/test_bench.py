@@ -55,7 +55,7 @@ def here(monkeypatch):
         for found in processes.FUNCTIONS[function](**arguments):
             yield json.loads(json.dumps(found))
 
-    monkeypatch.setattr(processes, "stream", stream)
+    monkeypatch.setattr(processes, "results_of_child", stream)
     monkeypatch.setattr(accuracy, "accuracy", lambda: "the table of accuracies")
     monkeypatch.setattr(races, "WORKLOADS", races.WORKLOADS | {"softmax (SDPA) step": races.WORKLOADS["einsum step"]})
     return calls
@@ -223,7 +223,7 @@ def test_the_roofline_of_sums_over_all_keys_has_no_chunks(monkeypatch, gradients
 
 @pytest.mark.parametrize(("gradients", "results"), [(False, 1), (True, 4)])
 def test_fresh_results_are_cleared_next_to_products(gradients, results):
-    seconds = {name: [3.0] for name in ceilings.measured([ceilings.FRESH])}
+    seconds = {name: [3.0] for name in ceilings.measurement_names([ceilings.FRESH])}
     found = ceilings.scaled(seconds, 2**14, 64, device="cpu", gradients=gradients)
     assert found[ceilings.FRESH] == [found[ceilings.PRODUCT][0] + 3.0 * results]
     assert ceilings.ROOFLINE not in found
@@ -318,7 +318,7 @@ def test_memory_and_construction_are_measured_in_separate_processes(here):
 
 
 def test_a_tree_s_operators_are_measured_for_one_head():
-    assert processes.tree(7)["result"] == 7 * 64 * 64 * 4
+    assert processes.tree_operators(7)["result"] == 7 * 64 * 64 * 4
 
 
 def test_the_states_of_the_allocator_are_below_each_other(here):
@@ -462,9 +462,9 @@ def test_a_gpu_s_races_end_with_an_error_that_none_survives(monkeypatch):
 
 def test_rows_measured_again_take_the_place_of_those_before():
     rows = [_row(variant="a"), _row(section="decode"), _row(variant="b"), _row(variant="a", ours_seconds=[2.0])]
-    assert results.merged(rows) == [rows[3], rows[2], rows[1]]
+    assert results.latest_rows(rows) == [rows[3], rows[2], rows[1]]
     units = [_row(figure=1.0, unit=unit) for unit in ("s", "GiB")]
-    assert results.merged(units) == units
+    assert results.latest_rows(units) == units
 
 
 def test_a_gpu_has_the_same_command(here, tmp_path, monkeypatch):
@@ -523,7 +523,7 @@ def test_accuracy_alone(here):
 @pytest.mark.slow
 def test_a_separate_process():
     assert processes.call("peak", spec="none", shape=races.Shape(1024)) > 1  # more than what warming up took
-    first = next(rows := processes.stream("section", name="growth", rounds=1, longest=128))
+    first = next(rows := processes.results_of_child("section", name="growth", rounds=1, longest=128))
     assert Row.from_json(first).raced
     rows.close()
     with pytest.raises(OSError, match=r"the process of peak .* ended with 1"):
@@ -657,7 +657,7 @@ def test_a_child_that_ends_badly_says_how(monkeypatch):
         (None, "3: its error is above"),
     ):
         with pytest.raises(OSError, match=f'the process of tree {{"nodes": 7}} ended with {said}'):
-            list(processes.stream("tree", environment, nodes=7))
+            list(processes.results_of_child("tree", environment, nodes=7))
 
 
 def test_a_figure_of_a_tree_is_in_its_unit(monkeypatch):
@@ -679,7 +679,9 @@ def test_a_figure_of_a_tree_is_in_its_unit(monkeypatch):
 
 def test_rows_that_are_there_are_left_out_by_variant(monkeypatch):
     asked = []
-    monkeypatch.setattr(processes, "stream", lambda function, environment, **arguments: asked.append(arguments) or iter(()))
+    monkeypatch.setattr(
+        processes, "results_of_child", lambda function, environment, **arguments: asked.append(arguments) or iter(())
+    )
     done = [_row(variant="a"), _row(variant="b", baseline="others"), _row(section="decode", variant="a")]
     assert not list(processes.in_variants("rotary", {"a": {}, "b": {}, "c": {}}, 3, "cpu", done))
     assert [one["done"] for one in asked] == [[("ours, forward", "theirs")], [("ours, forward", "others")], []]
@@ -695,22 +697,22 @@ def test_every_file_goes_below_folders_that_are_made(tmp_path):
         results.target(str(folder), keep=True)
     assert results.target("") is None
     rows = [_row(section="growth"), _row(figure=1.0, ours_seconds=[])]
-    assert results.draw(folder, rows) == []
-    assert results.draw(folder, [*rows, _row()]) == [folder / results.CHART]
+    assert results.draw_chart(folder, rows) == []
+    assert results.draw_chart(folder, [*rows, _row()]) == [folder / results.CHART]
     assert (folder / results.CHART).read_text().count("ours, forward") == 1
 
 
 def test_a_gpu_s_run_goes_on_with_the_same_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
-    results.write(tmp_path, [_row()], "isopos bench", 3, "cuda")
+    results.write_results(tmp_path, [_row()], "isopos bench", 3, "cuda")
     content = json.loads((tmp_path / results.DATA).read_text())
     assert (content["device"], content["dtype"], content["command"]) == ("the GPU cuda", "bfloat16", "isopos bench")
     (tmp_path / results.DATA).write_text(json.dumps(content | {"cpu": "an abacus", "threads": 99}))
-    assert results.read(tmp_path, 3, "cuda") == [_row()]
+    assert results.earlier_rows(tmp_path, 3, "cuda") == [_row()]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
     with pytest.raises(
         ValueError, match=r"resume: expected device the GPU cuda as in .*, got another; choose another folder"
     ):
-        results.read(tmp_path, 3, "cuda")
+        results.earlier_rows(tmp_path, 3, "cuda")
     assert "the GPU" not in results.heading(3)
     assert results.heading(3, "cuda").count("another, bfloat16. Medians of 3 interleaved rounds, or fewer") == 1

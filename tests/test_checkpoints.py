@@ -25,10 +25,10 @@ def _steps(run):
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    checkpoints.save(tmp_path, _state(3), 3, validation=2.5)
+    checkpoints.save_checkpoint(tmp_path, _state(3), 3, validation=2.5)
     found = checkpoints.newest(tmp_path)
     assert found[1:] == (3, 2.5, "lower", False)
-    loaded = checkpoints.read(found)
+    loaded = checkpoints.read_content(found)
     assert torch.equal(loaded["model"]["weight"], torch.full((100,), 3.0))
     assert loaded["best"] == [3, 1.5]
 
@@ -43,24 +43,24 @@ def test_the_last_ones_and_the_best_stay(tmp_path, better):
     sign = {"lower": 1, "higher": -1}[better]
     for step, validation in enumerate([3.0, 2.0, 2.0, None, 2.5, None], 1):
         value = None if validation is None else sign * validation
-        checkpoints.save(tmp_path, _state(step), step, validation=value, better=better)
+        checkpoints.save_checkpoint(tmp_path, _state(step), step, validation=value, better=better)
     assert _steps(tmp_path) == [2, 5, 6]
     assert checkpoints.best(tmp_path).step == 2
 
 
 def test_one_without_its_mark_does_not_count_and_goes_with_the_next(tmp_path):
-    checkpoints.save(tmp_path, _state(1), 1)
-    torn = checkpoints.save(tmp_path, _state(2), 2)
+    checkpoints.save_checkpoint(tmp_path, _state(1), 1)
+    torn = checkpoints.save_checkpoint(tmp_path, _state(2), 2)
     (torn / "complete.json").unlink()
     (torn / "state.pt").write_bytes(b"half")
     assert checkpoints.newest(tmp_path).step == 1
-    checkpoints.save(tmp_path, _state(3), 3)
+    checkpoints.save_checkpoint(tmp_path, _state(3), 3)
     assert not torn.exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path, damage):
-    before, last = (checkpoints.save(tmp_path, _state(step), step) for step in (1, 2))
+    before, last = (checkpoints.save_checkpoint(tmp_path, _state(step), step) for step in (1, 2))
     content = bytearray((last / "state.pt").read_bytes())
     content[len(content) // 2] ^= 1
     if damage == "remove":
@@ -70,24 +70,24 @@ def test_a_damaged_one_is_refused_and_the_one_before_offered(tmp_path, damage):
     with pytest.raises(
         ValueError, match=f"{last / 'state.pt'}: .*remove {last}, and --resume goes on from step 1, {before}$"
     ):
-        checkpoints.read(checkpoints.newest(tmp_path))
+        checkpoints.read_content(checkpoints.newest(tmp_path))
 
 
 def test_a_damaged_mark_is_named(tmp_path):
-    folder = checkpoints.save(tmp_path, _state(1), 1)
+    folder = checkpoints.save_checkpoint(tmp_path, _state(1), 1)
     (folder / "complete.json").write_text("{")
     with pytest.raises(ValueError, match=f"{folder / 'complete.json'}: expected JSON, .*remove {folder}"):
         checkpoints.newest(tmp_path)
 
 
 def test_nothing_but_tensors_and_plain_values_is_unpickled(tmp_path):
-    folder = checkpoints.save(tmp_path, {"model": 1}, 1)
+    folder = checkpoints.save_checkpoint(tmp_path, {"model": 1}, 1)
     torch.save({"model": slice(1)}, folder / "state.pt")
     mark = json.loads((folder / "complete.json").read_text())
     mark["sha256"] = hashlib.sha256((folder / "state.pt").read_bytes()).hexdigest()
     (folder / "complete.json").write_text(json.dumps(mark))
     with pytest.raises(ValueError, match=r"state\.pt: it holds more than tensors and plain values"):
-        checkpoints.read(checkpoints.newest(tmp_path))
+        checkpoints.read_content(checkpoints.newest(tmp_path))
 
 
 FULL = """
@@ -97,10 +97,10 @@ from isopos.lab.runs import checkpoints
 run = Path(sys.argv[1])
 def state(step, size):
     return {"model": {"weight": torch.zeros(size)}, "optimizer": {}, "best": [0, 1.5], "step": step}
-checkpoints.save(run, state(1, 10), 1)
+checkpoints.save_checkpoint(run, state(1, 10), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # as a disk that is full after 1 MiB
 try:
-    checkpoints.save(run, state(2, 1 << 20), 2)
+    checkpoints.save_checkpoint(run, state(2, 1 << 20), 2)
 except OSError as error:
     print(error)
 """
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path):
     assert "step-00000001 is complete: make room and continue from it with --resume" in out
     assert _steps(tmp_path) == [1]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    checkpoints.read(checkpoints.newest(tmp_path))
+    checkpoints.read_content(checkpoints.newest(tmp_path))
 
 
 ENDLESS = """
@@ -127,7 +127,7 @@ from pathlib import Path
 from isopos.lab.runs import checkpoints
 for step in range(1, 10_000):
     state = {"model": {"weight": torch.full((200_000,), float(step))}, "optimizer": {}, "best": [0, 1.5], "step": step}
-    checkpoints.save(Path(sys.argv[1]), state, step)
+    checkpoints.save_checkpoint(Path(sys.argv[1]), state, step)
     print(step, flush=True)
 """
 
@@ -146,7 +146,7 @@ def test_a_kill_at_any_moment_leaves_whole_ones(tmp_path):
         found = checkpoints.complete(run)
         assert found[-1].step >= int(said)
         for checkpoint in found:
-            assert checkpoints.read(checkpoint)["model"]["weight"][0] == checkpoint.step
+            assert checkpoints.read_content(checkpoint)["model"]["weight"][0] == checkpoint.step
 
 
 def test_last_weights_are_a_file_as_others_and_the_same_bytes_each_time(tmp_path):
@@ -175,7 +175,7 @@ def test_a_checkpoint_in_full(tmp_path):
     torn = tmp_path / "checkpoints" / "step-00000005"
     torn.mkdir(parents=True)
     (torn / "left.pt").write_bytes(b"half")
-    assert checkpoints.save(tmp_path, _state(5), 5, validation=1.5, better="higher", ended=True) == torn
+    assert checkpoints.save_checkpoint(tmp_path, _state(5), 5, validation=1.5, better="higher", ended=True) == torn
     assert sorted(path.name for path in torn.iterdir()) == ["complete.json", "state.pt"]
     assert json.loads((torn / "complete.json").read_text()) == {
         "step": 5,
@@ -197,12 +197,12 @@ def test_a_checkpoint_in_full(tmp_path):
 def test_the_oldest_is_what_a_damaged_first_one_goes_back_to(tmp_path):
     """The remedy is to restart if there is no earlier checkpoint. It never names a later one."""
     for step in (1, 2, 3):
-        checkpoints.save(tmp_path, _state(step), step, validation=4.0 - step if step < 3 else 9.0)
+        checkpoints.save_checkpoint(tmp_path, _state(step), step, validation=4.0 - step if step < 3 else 9.0)
     found = checkpoints.complete(tmp_path)
     assert [c.step for c in found] == [2, 3]
     (found[0].folder / "state.pt").write_bytes(b"")
     with pytest.raises(ValueError, match=f"remove {found[0].folder}, and --resume goes on from the start$"):
-        checkpoints.read(found[0])
+        checkpoints.read_content(found[0])
 
 
 def _layers():
@@ -237,7 +237,7 @@ def test_a_default_of_the_scheme_that_changed_is_told_from_damage(tmp_path):
 def test_a_run_is_read_on_the_cpu_in_evaluation(tmp_path):
     recipe = Recipe().edit(layers=1, model_dim=16, heads=2, device="cuda", dropout=0.5)
     write_json(tmp_path / "recipe.json", recipe.as_dict())
-    built, model = checkpoints.build_model(tmp_path)
+    built, model = checkpoints.untrained_model(tmp_path)
     assert built == recipe.edit(device="cpu")
     with pytest.raises(ValueError, match="which are written when a run ends; continue it by isopos train --resume"):
         checkpoints.load_run(tmp_path)

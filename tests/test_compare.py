@@ -15,7 +15,6 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.reports.comparison import ranking
 from isopos.lab.runs import folders
 from isopos.lab.tasks.language import Text
-from isopos.lab.training import memory
 from isopos.lab.training import run as training
 
 TINY = ["--steps=4", "--length=32", "--batch=2", "--layers=1", "--model-dim=16", "--heads=2"]
@@ -336,7 +335,7 @@ def test_a_report_needs_a_comparison(isopos, tmp_path, folder, said):
 
 @pytest.mark.parametrize("command", ["compare --name one", "train quickstart", "table permuteformer-4 --scale tiny"])
 def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_path, monkeypatch, command):
-    monkeypatch.setattr(memory, "_memory", lambda *_: 1000.0)
+    monkeypatch.setattr(training, "_memory", lambda *_: 1000.0)
     sizes = TINY if "table" not in command else []
     code, _, err = isopos(*command.split(), *sizes)
     assert code == 2
@@ -345,12 +344,12 @@ def test_a_batch_beyond_memory_is_found_before_the_name_is_taken(isopos, tmp_pat
 
 
 def test_a_batch_that_fits_is_none_of_them(monkeypatch):
-    memory.check_memory(Recipe())
+    training.check_memory(Recipe())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 7))
-    assert memory._memory("cuda:1", 2) == 7, "a graphics card is one process's own"
-    whole = memory._memory("cpu", 1)
+    assert training._memory("cuda:1", 2) == 7, "a graphics card is one process's own"
+    whole = training._memory("cpu", 1)
     assert 2**28 < whole < 2**50
-    assert memory._memory("cpu", 4) == whole / 4
+    assert training._memory("cpu", 4) == whole / 4
 
 
 def test_runs_of_a_comparison_in_their_order():

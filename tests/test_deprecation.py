@@ -23,7 +23,6 @@ from isopos.feature_maps import FeatureMap
         ("isopos.attention.absorb", "isopos.nn.absorb"),
         ("isopos.attention.convert_layout", "isopos.nn.convert_layout"),
         ("isopos.lab.recipes.split_spec", "isopos.spec.split_spec"),
-        ("isopos.lab.tables.loader.Line", "isopos.lab.tables.loader.TableRow"),
         ("isopos.lab.tasks.task.expect", "isopos.lab.tasks.task.require"),
         ("isopos.paths.Turn", "isopos.phases.SelectiveRotation"),
         ("isopos.schemes.registry.Layout", "isopos.schemes.registry.PairLayout"),

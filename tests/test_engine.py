@@ -14,8 +14,8 @@ from isopos import lab
 from isopos.lab.recipes import Recipe, Training
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.folders import Interrupted, read_rows
-from isopos.lab.training import memory, trainer
 from isopos.lab.training import run as train
+from isopos.lab.training import trainer
 
 TINY = Recipe().edit(
     steps=12, length=32, batch=4, layers=1, model_dim=16, heads=2, validation_tokens=512, dropout=0.1, save_every=4
@@ -226,12 +226,12 @@ def test_memory_that_a_step_needs(monkeypatch):
         ({"accumulate": 2, "devices": 2, "nodes": 2}, 8),
     ):  # fmt: skip
         recipe, need = TINY.edit(**changes), 4 * 4 * 32 * 16 * 1 * 8 / parts
-        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need)
-        memory.check_memory(recipe)
-        monkeypatch.setattr(memory, "_memory", lambda *_, need=need: need - 1)
+        monkeypatch.setattr(train, "_memory", lambda *_, need=need: need)
+        train.check_memory(recipe)
+        monkeypatch.setattr(train, "_memory", lambda *_, need=need: need - 1)
         said = rf"batch: expected one whose {recipe.training.accumulate} parts .*, got {recipe.training.batch}, which needs"
         with pytest.raises(ValueError, match=said):
-            memory.check_memory(recipe)
+            train.check_memory(recipe)
 
 
 def test_accumulated_parts_are_one_update(run):
@@ -422,7 +422,7 @@ def test_an_infinite_gradient_of_a_finite_loss_ends_the_run_as_it_was(source, tm
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert rows[-1]["loss"] > 0
     assert rows[-1]["gradient_norm"] is None
-    saved = checkpoints.read(checkpoints.newest(tmp_path / "run"))
+    saved = checkpoints.read_content(checkpoints.newest(tmp_path / "run"))
     assert saved["step"] == 1
     kept = lab.load(tmp_path / "run").state_dict()
     assert all(torch.equal(value, kept[name]) for name, value in saved["model"].items())

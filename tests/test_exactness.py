@@ -62,7 +62,7 @@ def test_a_wrong_answer_shows(monkeypatch):
 
 def test_tables_have_every_scheme_setting_and_dtype(found):
     notes = []
-    by_setting, by_scheme, *by_dtype = exactness.tables(found, notes)
+    by_setting, by_scheme, *by_dtype = exactness.error_tables(found, notes)
     assert [row[0].split(":")[0] for row in by_setting.rows] == EAGER
     assert [row[0] for row in by_scheme.rows] == list(SMALL)
     assert len(by_setting.head) == len(by_scheme.head) == 1 + 2 * len(exactness.DTYPES)
@@ -84,11 +84,11 @@ def _mark(notes, start):
 
 def test_a_cell_is_the_worst_of_its_figures():
     found = {("float32", "rope", attention, "whole"): error for attention, error in (("linear", 2e-7), ("softmax", 0.0))}
-    by_setting, by_scheme, both = exactness.tables(found, [])
+    by_setting, by_scheme, both = exactness.error_tables(found, [])
     assert by_setting.rows[0][1:] == by_scheme.rows[0][1:] == ("2e-07", "0")
     assert both.rows == [("rope", "2e-07"), ("worst", "2e-07")]
     found["float32", "rope", "softmax", "whole"] = float("nan")
-    assert next(exactness.tables(found, [])).rows[0][1:] == ("2e-07", "nan")
+    assert next(exactness.error_tables(found, [])).rows[0][1:] == ("2e-07", "nan")
 
 
 def test_the_console_fits_120_columns(found, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports.comparison import read_comparison
 from isopos.lab.runs import folders
-from isopos.lab.runs.folders import Result, fingerprint, read_recipe
+from isopos.lab.runs.folders import Result, data_fingerprint, read_recipe
 
 OLD = {"status": "finished", "bits_per_byte": {"1": 2.5, "2": 2.625, "4": None}, "tokens_per_second": 9.0}
 MORE = {
@@ -169,7 +169,7 @@ def test_a_run_of_before_there_were_tasks(tmp_path):
     recipe = read_recipe(tmp_path)
     assert (recipe.training.steps, recipe.training.clip, recipe.task.length) == (3, 0.5, 16)
     assert Result.read(tmp_path) == Result("finished", {"bits/byte": 2.5, "at 2x": 2.625, "at 4x": None}, 9.0, **MORE)
-    assert fingerprint(tmp_path) == "abc"
+    assert data_fingerprint(tmp_path) == "abc"
     assert [read_comparison(tmp_path)[key] for key in ("task", "data", "summary")] == ["language", "mine", "12,345 bytes"]
 
 
@@ -231,4 +231,4 @@ def test_rows_of_a_run_that_ended(tmp_path):
     with pytest.raises(
         ValueError, match="sha256: expected the hash of the data, got an empty text; remove it, and the data of"
     ):
-        fingerprint(run)
+        data_fingerprint(run)

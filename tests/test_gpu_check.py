@@ -14,7 +14,7 @@ import torch
 from test_layering import ABSENT
 
 from isopos.lab.bench import gpu_check, gpu_rows
-from isopos.lab.bench.gpu_rows import Row
+from isopos.lab.bench.gpu_rows import GpuRow
 from isopos.ops import gpu, trust
 
 PRETEND = """
@@ -54,13 +54,13 @@ def check(monkeypatch, tmp_path):
     """Run rows with these names; returns the names per process, and the results in order."""
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "pretend.py"
-    program.write_text(PRETEND.replace("KERNELS", repr(trust.fingerprint())))
+    program.write_text(PRETEND.replace("KERNELS", repr(trust.kernels_fingerprint())))
     monkeypatch.setattr(gpu_check, "COMMAND", (sys.executable, str(program)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def run(names, *options):
-        rows = {name: Row(name, 1.0 if "hangs" in name else 60.0, lambda place: {}) for name in names}
-        monkeypatch.setattr(gpu_rows, "rows", lambda: rows)
+        rows = {name: GpuRow(name, 1.0 if "hangs" in name else 60.0, lambda place: {}) for name in names}
+        monkeypatch.setattr(gpu_rows, "all_rows", lambda: rows)
         code = gpu_check.main(["--out", "out", "--jobs", "1", *options])
         lines = [json.loads(line) for line in Path("out/gpu-check.jsonl").read_text().splitlines()]
         return code, Path("asked").read_text().split("\n")[:-1], {line["row"]: line for line in lines}
@@ -145,7 +145,7 @@ def test_a_killed_run_leaves_whole_rows_and_no_process(check, tmp_path):
 import sys, torch
 from isopos.lab.bench import gpu_check, gpu_rows
 gpu_check.COMMAND, torch.cuda.is_available = {gpu_check.COMMAND!r}, lambda: True
-gpu_rows.rows = lambda: {{name: gpu_rows.Row(name, 60, None) for name in {names!r}}}
+gpu_rows.all_rows = lambda: {{name: gpu_rows.GpuRow(name, 60, None) for name in {names!r}}}
 gpu_check.main(["--out", "out", "--jobs", "1"])
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
@@ -187,8 +187,8 @@ def test_the_command_needs_torch_and_triton_alone(tmp_path):
 def results(**changed):
     """Results in which all rows pass except rows whose names contain a text."""
     machine = {"row": "machine", "status": "measured", "device": "a GPU", "triton": "3.7.1", "ptxas": "13.4"}
-    found = {"machine": machine | {"kernels": trust.fingerprint(), "small": False}}
-    for name in gpu_rows.rows():
+    found = {"machine": machine | {"kernels": trust.kernels_fingerprint(), "small": False}}
+    for name in gpu_rows.all_rows():
         status = next((status for part, status in changed.items() if part in name), "passed")
         found |= {name: {"row": name, "status": status}} if status != "left" else {}
     return found
@@ -198,7 +198,7 @@ def test_what_has_passed_has_passed_in_every_row():
     everything = {(operation, dtype) for operation in trust.OPERATIONS for dtype in gpu_rows.DTYPES}
 
     def proven(**changed):
-        return {(one.operation, one.dtype) for one in gpu_check.passed(results(**changed), gpu_rows.rows())}
+        return {(one.operation, one.dtype) for one in gpu_check.passed(results(**changed), gpu_rows.all_rows())}
 
     assert proven() == everything
     assert proven(time="failed") == everything
@@ -210,7 +210,7 @@ def test_what_has_passed_has_passed_in_every_row():
     assert proven(memcheck="failed") == set()
     small = results()
     small["machine"]["small"] = True
-    assert gpu_check.passed(small, gpu_rows.rows()) == []
+    assert gpu_check.passed(small, gpu_rows.all_rows()) == []
 
 
 @pytest.fixture
@@ -242,14 +242,14 @@ def test_the_file_of_results_switches_operations_on(there, monkeypatch):
     assert off("step", X).startswith(f"there is no {there}, which `isopos gpu-check` writes; ISOPOS_TRITON=1")
     found = results(**{"accuracy: attention, rope, d=80, float32": "failed"})
     found["machine"]["ptxas"] = ""  # as on this machine, which has no GPU
-    gpu_check.write(there.parent, found, gpu_rows.rows())
+    gpu_check.write(there.parent, found, gpu_rows.all_rows())
     assert off("rotation", X, X.double()) == off("step", X, X, X) == off("attention", *[X.bfloat16()] * 3) == ""
     assert off("attention", X, X, X).startswith("`isopos gpu-check` has not passed for attention of float32 on a GPU; ")
     assert "attention of bfloat16 and float32" in off("attention", X.bfloat16(), X.bfloat16(), X)
     assert "flex attention" in off("flex attention", X)
     monkeypatch.setattr(trust, "triton_version", lambda: "3.6.0")
     assert "has not passed for step" in off("step", X)
-    monkeypatch.setattr(trust, "fingerprint", lambda: "another")
+    monkeypatch.setattr(trust, "kernels_fingerprint", lambda: "another")
     assert "is about other kernels; run `isopos gpu-check` again" in off("step", X)
     there.write_text("{")
     assert "is no file of `isopos gpu-check`: JSONDecodeError" in off("step", X)
@@ -280,7 +280,7 @@ def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
     ):
         monkeypatch.setattr(trust, "triton_version", lambda own=triton: own)
         monkeypatch.setattr(trust, "ptxas", lambda own=assembler: own)
-        monkeypatch.setattr(trust, "generation", lambda device, own=generation: own)
+        monkeypatch.setattr(trust, "compute_generation", lambda device, own=generation: own)
         trust.unreliable.cache_clear()
         monkeypatch.setenv(gpu.SWITCH, "1")
         found = gpu._off("attention", device, (X.dtype,))

@@ -41,24 +41,26 @@ def breadth_first(edges, nodes, start):
 def test_distances_are_those_of_a_search_and_graphs_are_connected():
     random = np.random.default_rng(0)
     for nodes in (4, 9, 24):
-        edges = graphs.draw(random, nodes)
-        apart = graphs.distances(edges, nodes)
+        edges = graphs.draw_graph(random, nodes)
+        apart = graphs.steps_between(edges, nodes)
         assert np.isfinite(apart).all()
         assert [breadth_first(edges, nodes, start) for start in range(nodes)] == apart.tolist()
         assert len(np.unique(edges, axis=0)) == len(edges)
-    assert graphs.distances(np.array([[0, 1]]), 3).tolist() == [breadth_first(np.array([[0, 1]]), 3, n) for n in range(3)]
+    assert graphs.steps_between(np.array([[0, 1]]), 3).tolist() == [
+        breadth_first(np.array([[0, 1]]), 3, n) for n in range(3)
+    ]
 
 
 def test_labels_are_distances_of_the_marked_nodes_and_positions_are_eigenvectors(monkeypatch):
     drawn = []
-    monkeypatch.setattr(graphs, "draw", lambda *given, draw=graphs.draw: drawn.append(draw(*given)) or drawn[-1])
+    monkeypatch.setattr(graphs, "draw_graph", lambda *given, draw=graphs.draw_graph: drawn.append(draw(*given)) or drawn[-1])
     recipe, data = ready("wire:axes=5")
     tokens, positions, labels = data.tensors("train", np.arange(48), recipe)
     assert (tokens.sum(1) == 2).all()
     assert positions.shape == (48, 12, 5)
     found = {}
     for edges in drawn:
-        found[graph(edges.tolist(), 5, nodes=12).numpy().tobytes()] = graphs.distances(edges, 12)
+        found[graph(edges.tolist(), 5, nodes=12).numpy().tobytes()] = graphs.steps_between(edges, 12)
     for row, vectors, label in zip(tokens, positions, labels, strict=True):
         first, second = row.nonzero()[:, 0].tolist()
         assert label == min(found[vectors.numpy().tobytes()][first, second], 4) - 1

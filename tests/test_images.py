@@ -18,7 +18,7 @@ from cases import close
 from PIL import Image
 
 from isopos.lab.data import augment, images
-from isopos.lab.data.digits import draw
+from isopos.lab.data.digits import draw_digits
 from isopos.lab.data.images import digits, read_images
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.images import Images, ImageSamples, _moved
@@ -318,10 +318,10 @@ def test_images_are_decoded_once_for_any_name_of_their_folder(tmp_path, monkeypa
 
 
 def test_drawn_digits_are_those_of_their_seed_and_have_room():
-    pixels, labels = draw(3, 40, 20, 30)
-    same, _ = draw(3, 40, 20, 30)
+    pixels, labels = draw_digits(3, 40, 20, 30)
+    same, _ = draw_digits(3, 40, 20, 30)
     assert np.array_equal(pixels, same)
-    assert not np.array_equal(pixels, draw(4, 40, 20, 30)[0])
+    assert not np.array_equal(pixels, draw_digits(4, 40, 20, 30)[0])
     assert pixels.shape == (40, 1, 20, 30)
     assert set(labels) == set(range(10))
     ink = pixels[:, 0] > 120

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isopos.lab.data import random_expressions
-from isopos.lab.data.expressions import OPERATORS, TOKENS, encode, evaluate, generate, read_expressions, to_text, tree_nodes
+from isopos.lab.data.expressions import (
+    OPERATORS,
+    TOKENS,
+    encode,
+    evaluate,
+    expression_text,
+    generate_expressions,
+    read_expressions,
+    tree_nodes,
+)
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.listops import ListOps
 from isopos.lab.tasks.task import View
@@ -26,7 +35,7 @@ LINE, TREE = "rope", "ape-tree"
 
 def expressions(count=30, seed=0, **more):
     options = {"operators": tuple(OPERATORS), "depth": 3, "arguments": 4, "longest": 30} | more
-    return [*generate(seed, (count, 1, 0), **options).splits["train"]]
+    return [*generate_expressions(seed, (count, 1, 0), **options).splits["train"]]
 
 
 def row(expression):
@@ -36,7 +45,7 @@ def row(expression):
 def write(path, rows):
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
-        file.write("".join(row(to_text(one.tokens)) for one in rows))
+        file.write("".join(row(expression_text(one.tokens)) for one in rows))
     return str(path)
 
 
@@ -72,11 +81,11 @@ def test_what_expressions_evaluate_to(expression, value):
 @given(st.integers(0, 10_000))
 def test_text_and_tokens_are_the_same_and_trees_are_those_of_s_expressions(seed):
     (one,) = expressions(1, seed)
-    assert encode(to_text(one.tokens)) == one.tokens
+    assert encode(expression_text(one.tokens)) == one.tokens
     found = torch.tensor(tree_nodes(one.tokens))
     Tree(one.branches).check(found)
     assert found[:, 1].max() + 1 == one.branches
-    lisp = re.sub(r"\[(\w+)", r"(\1", to_text(one.tokens)).replace("]", "] )")  # a closing bracket is the last child
+    lisp = re.sub(r"\[(\w+)", r"(\1", expression_text(one.tokens)).replace("]", "] )")  # a closing bracket is the last child
     assert torch.equal(found, tree(lisp))
 
 
@@ -136,8 +145,8 @@ def test_a_source_without_rows_is_refused(tmp_path):
 def test_formats_agree(tmp_path):
     """Label first or columns with names in either order, pairs of parentheses or none, packed or not."""
     rows, found = expressions(100), []
-    plain = "".join(row(to_text(one.tokens)) for one in rows)
-    arena = "Source\tTarget\n" + "".join(f"( ( {to_text(one.tokens)} ) )\t{one.answer}\n" for one in rows)
+    plain = "".join(row(expression_text(one.tokens)) for one in rows)
+    arena = "Source\tTarget\n" + "".join(f"( ( {expression_text(one.tokens)} ) )\t{one.answer}\n" for one in rows)
     named = "target\tsource\n" + plain.replace("\n", "\r\n")
     for name, content in (("plain", plain), ("arena", arena), ("named", named)):
         (tmp_path / f"{name}.tsv").write_bytes(content.encode())
@@ -204,13 +213,15 @@ ARENA = random_expressions.Settings(depth=9, arguments=10, shortest=501, longest
 def test_long_expressions_are_grown_as_short_ones_are():
     """Level by level and one by one: the same lengths, branches and answers in distribution, and every answer is right."""
     settings = random_expressions.Settings(depth=4, arguments=5, shortest=0, longest=50)
-    grown = [one for one, _ in zip(random_expressions.draw(0, settings), range(4000), strict=False)]
+    grown = [one for one, _ in zip(random_expressions.draw_expressions(0, settings), range(4000), strict=False)]
     assert all(evaluate(one.tokens) == one for one in grown)
     assert (
-        grown[:50] == [one for one, _ in zip(random_expressions.draw(0, settings), range(50), strict=False)] != grown[50:100]
+        grown[:50]
+        == [one for one, _ in zip(random_expressions.draw_expressions(0, settings), range(50), strict=False)]
+        != grown[50:100]
     )
     known = {"operators": ("MIN", "MAX", "MED", "SM"), "depth": 4, "arguments": 5, "longest": 50}
-    one_by_one, different = generate(0, (4000, 1, 1), **known).splits["train"], [*dict.fromkeys(grown)]
+    one_by_one, different = generate_expressions(0, (4000, 1, 1), **known).splits["train"], [*dict.fromkeys(grown)]
     assert np.mean([len(one.tokens) for one in different]) == pytest.approx(
         np.mean([len(one.tokens) for one in one_by_one]), rel=0.06
     )
@@ -220,7 +231,7 @@ def test_long_expressions_are_grown_as_short_ones_are():
 
 
 def test_the_expressions_of_the_long_range_arena():
-    grown = [one for one, _ in zip(random_expressions.draw(1, ARENA), range(300), strict=False)]
+    grown = [one for one, _ in zip(random_expressions.draw_expressions(1, ARENA), range(300), strict=False)]
     assert all(evaluate(one.tokens) == one for one in grown)
     lengths = [len(one.tokens) for one in grown]
     assert min(lengths) > 500 < 1500 < max(lengths) < 2000
@@ -239,7 +250,7 @@ def test_random_expressions_with_settings_are_prepared_once(tmp_path, monkeypatc
     assert len(set(rows)) == 240
     assert 9 <= min(len(one.tokens) for one in rows) < max(len(one.tokens) for one in rows) <= 25
     inferred = data.infer(recipe)
-    monkeypatch.setattr(random_expressions, "draw", None)
+    monkeypatch.setattr(random_expressions, "draw_expressions", None)
     again = inferred.task.load(inferred)
     assert again.sha256 == data.sha256
     assert "by the first operator" in again.summary

@@ -338,7 +338,7 @@ def test_tables_are_closer_to_float64_than_theirs(peer, name):
 def test_the_table_of_accuracy_names_every_library(monkeypatch):
     monkeypatch.setattr(accuracy, "LIBRARIES", accuracy.LIBRARIES | ROTARY)
     table = accuracy.accuracy()
-    shown = [*map(str, table.columns[0].cells), *accuracy.absent()]
+    shown = [*map(str, table.columns[0].cells), *accuracy.missing_peers()]
     assert shown.count("isopos") == 1
     assert {*shown} == {"isopos", *ROTARY}
-    assert all(name in str(table.caption) for name in accuracy.absent())
+    assert all(name in str(table.caption) for name in accuracy.missing_peers())

@@ -133,7 +133,7 @@ def _text(*renderables, width=200):
 
 
 def test_names_are_data_wherever_they_are_printed():
-    table = grids.console(("name",), [(HOSTILE,)], title=HOSTILE)
+    table = grids.console_table(("name",), [(HOSTILE,)], title=HOSTILE)
     said = _text(table, lambda console: grids.say(console, HOSTILE), lambda console: grids.warn(console, HOSTILE))
     assert said.count(SHOWN) == 4
     assert "\x1b" not in said.replace("\x1b[1m", "").replace("\x1b[3m", "").replace("\x1b[0m", "")

@@ -98,7 +98,7 @@ def test_a_tree_is_drawn_next_to_its_matrix(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(page, "load_run", lambda folder: (None, SimpleNamespace(scheme=REGISTRY["ape-tree"](8, 2))))
     monkeypatch.setattr(page, "draw_tree", lambda axes, panel, attention: drawn.append(panel))
-    monkeypatch.setattr(page, "draw", lambda axes, panel, scheme, alone: drawn.append(panel))
+    monkeypatch.setattr(page, "draw_panel", lambda axes, panel, scheme, alone: drawn.append(panel))
     [*page._kernel_sections(Run(tmp_path, Recipe(), [], None))]
     first, second = drawn
     assert first is second

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isopos.lab.data import pathfinder
-from isopos.lab.data.pathfinder import draw
+from isopos.lab.data.pathfinder import draw_pair
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.pathfinder import Pathfinder
 from isopos.lab.tasks.task import View
@@ -47,7 +47,7 @@ def test_every_picture_has_one_right_answer(side, dashes, distractors):
     """Gaps within a path span at most one dark pixel, those between paths more: the dots' pieces tell the class."""
     random = np.random.default_rng((side, dashes))
     for _ in range(3):
-        pair = draw(random, side, dashes, distractors)
+        pair = draw_pair(random, side, dashes, distractors)
         for picture, connected in zip(pair, (False, True), strict=True):
             assert not picture[[0, -1]].any()
             assert not picture[:, [0, -1]].any()
@@ -108,7 +108,7 @@ def guesses(known, classes, unknown):
 def test_simple_classifiers_do_not_tell_the_classes(side, dashes, distractors, pairs, most):
     """An early generator allowed 90% by the distance of the dots. Few pairs suffice to detect that, more to detect 60%."""
     random = np.random.default_rng(7)
-    rows = [[statistics(picture) for picture in draw(random, side, dashes, distractors)] for _ in range(pairs)]
+    rows = [[statistics(picture) for picture in draw_pair(random, side, dashes, distractors)] for _ in range(pairs)]
     half = (
         np.array(rows)[: pairs // 2].reshape(pairs // 2 * 2, -1),
         np.array(rows)[pairs // 2 :].reshape(-1, len(rows[0][0])),
@@ -124,7 +124,7 @@ def test_a_run_is_not_resumed_on_pictures_of_another_format(isopos, monkeypatch)
     assert isopos("train", "pathfinder", *options)[0] == 0
     assert pathfinder.CACHE_VERSION == 2
     monkeypatch.setattr(pathfinder, "CACHE_VERSION", 3)
-    monkeypatch.setattr(pathfinder, "draw", lambda *given: draw(*given)[:, ::-1])
+    monkeypatch.setattr(pathfinder, "draw_pair", lambda *given: draw_pair(*given)[:, ::-1])
     code, _, err = isopos("train", "pathfinder", "--resume", *options)
     assert code != 0
     assert "expected the data of" in err, err
@@ -135,7 +135,7 @@ def test_pictures_are_prepared_once_and_are_those_of_their_seed(monkeypatch):
     data = recipe.task.load(recipe)
     assert [len(sizes) for sizes in data.sizes.values()] == [48, 6, 6]
     assert [data.arrays[f"{split}-labels"].mean() for split in data.sizes] == [0.5] * 3
-    monkeypatch.setattr(pathfinder, "draw", None)
+    monkeypatch.setattr(pathfinder, "draw_pair", None)
     again = pickle.loads(pickle.dumps(recipe.task.load(recipe)))
     assert again.sha256 == data.sha256
     every = np.concatenate([data.arrays[f"{split}-pictures"] for split in data.sizes]).reshape(60, -1)
@@ -165,4 +165,4 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         recipe.edit(side=4).check()
     recipe.edit(dashes=3).check()  # as runs of earlier versions have it, which can be read
     with pytest.raises(ValueError, match=r"dashes: expected 4 or more, .*, got 3"):
-        pathfinder.draw(np.random.default_rng(0), 16, 3, 0)
+        pathfinder.draw_pair(np.random.default_rng(0), 16, 3, 0)

@@ -4,7 +4,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from isopos.lab.reports.kernels import panels, paths
-from isopos.lab.reports.plots import draw, draw_heat, draw_tree, line_style, plain, show
+from isopos.lab.reports.plots import draw_heat, draw_kernel, draw_panel, draw_tree, line_style, plain
 from isopos.schemes import REGISTRY, build
 from isopos.spec import split_spec
 
@@ -16,7 +16,7 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_scheme_is_drawn(name):
-    path = show(name, "picture.svg", head_dim=8, heads=2, reach=5)
+    path = draw_kernel(name, "picture.svg", head_dim=8, heads=2, reach=5)
     text = path.read_text()
     assert text.startswith("<?xml")
     assert f">{name}<" in text
@@ -27,7 +27,7 @@ def test_every_scheme_is_drawn(name):
 
 
 def test_a_picture_has_ink_and_is_named_after_its_scheme():
-    path = show("rope:decay=retnet,denominator=plain", head_dim=8, heads=2)
+    path = draw_kernel("rope:decay=retnet,denominator=plain", head_dim=8, heads=2)
     assert path.name == "rope+decay=retnet,denominator=plain.png"
     pixels = image.imread(path)
     assert min(pixels.shape[:2]) > 500
@@ -45,7 +45,7 @@ def test_a_picture_has_ink_and_is_named_after_its_scheme():
     ],
 )
 def test_titles_say_what_is_particular(spec, words):
-    assert words in show(spec, "x.svg", head_dim=8, heads=2, reach=5).read_text()
+    assert words in draw_kernel(spec, "x.svg", head_dim=8, heads=2, reach=5).read_text()
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def test_bad_input_writes_nothing(tmp_path, spec, out, message):
     (tmp_path / "there.png").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        show(spec, out)
+        draw_kernel(spec, out)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "there.png").read_text() == "mine"
 
 
 def test_overwrite_replaces(tmp_path):
     (tmp_path / "x.pdf").write_text("old")
-    assert show("none", "x.pdf", head_dim=8, heads=2, overwrite=True).read_bytes().startswith(b"%PDF")
+    assert draw_kernel("none", "x.pdf", head_dim=8, heads=2, overwrite=True).read_bytes().startswith(b"%PDF")
 
 
 def test_reach_is_positive():
     with pytest.raises(ValueError, match="reach"):
-        show("rope", reach=0)
+        draw_kernel("rope", reach=0)
 
 
 # What is drawn where
@@ -87,7 +87,7 @@ def drawn(spec):
     name, options = split_spec(spec)
     scheme = build(name, 8, 2, options)
     panel, axes = next(panels(scheme, reach=5)), Figure().subplots()
-    draw(axes, panel, scheme, alone=True)
+    draw_panel(axes, panel, scheme, alone=True)
     return axes, panel
 
 

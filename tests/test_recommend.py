@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from isopos.lab.reports import recommendations
-from isopos.lab.reports.recommendations import Comparison, Question, Row, caption, cells, load
+from isopos.lab.reports.recommendations import Comparison, Question, Row, caption, cells, load_questions
 from isopos.schemes import build
 from isopos.spec import split_spec
 
@@ -58,7 +58,7 @@ def test_cells_have_intervals():
 
 
 def test_committed_figures_are_sorted_and_name_schemes():
-    for question in load():
+    for question in load_questions():
         for each in question.comparisons:
             sign = 1 if each.figure.endswith("lower is better") else -1
             figures = [sign * row.mean for row in each.rows]
@@ -72,7 +72,7 @@ def test_committed_figures_are_sorted_and_name_schemes():
 def test_the_command(isopos):
     code, out, _ = isopos("recommend")
     assert code == 0
-    assert all(question.answer in " ".join(out.split("\n")) for question in load())
+    assert all(question.answer in " ".join(out.split("\n")) for question in load_questions())
     code, out, _ = isopos("recommend", "series")
     assert code == 0
     assert "rope-mixed" in out

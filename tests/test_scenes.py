@@ -36,13 +36,13 @@ def test_a_pixel_has_the_colour_of_the_tile_where_its_ray_leaves_the_room():
 
 
 def test_poses_are_cameras_in_a_random_frame(monkeypatch):
-    pixels, poses, focal = scenes.draw(np.random.default_rng(1), 50, 3, 4, 2, 6)
+    pixels, poses, focal = scenes.draw_scenes(np.random.default_rng(1), 50, 3, 4, 2, 6)
     rotation = poses[..., :3, :3]
     np.testing.assert_allclose(rotation @ rotation.swapaxes(-1, -2), np.broadcast_to(np.eye(3), rotation.shape), atol=1e-12)
     np.testing.assert_allclose(np.linalg.det(rotation), 1)
     assert np.abs(rotation[:, 0].mean(0)).max() < 0.3, "frames have any direction"
     monkeypatch.setattr(np.linalg, "qr", lambda x: (np.broadcast_to(np.eye(3), x.shape).copy(), np.ones(x.shape)))
-    same, plain, _ = scenes.draw(np.random.default_rng(1), 50, 3, 4, 2, 6)
+    same, plain, _ = scenes.draw_scenes(np.random.default_rng(1), 50, 3, 4, 2, 6)
     assert np.array_equal(same, pixels)
     relative = [np.linalg.inv(x[:, :1]) @ x for x in (poses, plain)]
     np.testing.assert_allclose(*relative, atol=1e-12)

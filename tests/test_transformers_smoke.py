@@ -176,7 +176,7 @@ def test_a_decoder_of_every_option_becomes_a_model_of_ours(hf):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_configuration_says_every_extension(rule):
     scheme = isopos.rope(8, 2).extend(rule, **RULES[rule])
-    entry = json.loads(json.dumps(saving.described(scheme)))
+    entry = json.loads(json.dumps(saving.scheme_entry(scheme)))
     assert saving.rebuilt(entry).extension == scheme.extension
     del entry["extension"]  # as from before there were any
     with pytest.raises(ValueError, match="scheme: expected that of the checkpoint, rope with fingerprint"):

@@ -323,7 +323,7 @@ def test_a_base_that_was_saved_is_loaded_under_a_head(hf, tmp_path, model, name)
 def test_a_scheme_of_the_user_s_is_found_by_its_module(own):
     own("toy_encoding")
     scheme = isopos.schemes.REGISTRY["mirror"](HEAD_DIM, HEADS, seed=3, attention="softmax")
-    entry = saving.described(scheme)
+    entry = saving.scheme_entry(scheme)
     assert entry["scheme"] == "toy_encoding.mirror"
     again = saving.rebuilt(json.loads(json.dumps(entry)))
     assert again.fingerprint == scheme.fingerprint

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isopos.lab.data import treebank
 from isopos.lab.data.sources import find_source
-from isopos.lab.data.treebank import NODE, loads, to_text
+from isopos.lab.data.treebank import NODE, loads, tree_text
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.trees import TreeClasses
@@ -63,7 +63,7 @@ def read(bank, split):
     found = []
     for n, label in enumerate(bank.labels(split)):
         tokens, nodes = bank.tree(split, n)
-        found.append((to_text([bank.words[token] for token in tokens], nodes), bank.classes[label]))
+        found.append((tree_text([bank.words[token] for token in tokens], nodes), bank.classes[label]))
     return found
 
 
@@ -234,7 +234,7 @@ def test_batches_have_positions_of_trees_or_of_lines_and_the_same_tokens(tmp_pat
             if scheme == LINE:
                 assert at[:, 0].tolist() == list(range(tokens.shape[1]))
                 continue
-            said = to_text(words, at[n][own].numpy())
+            said = tree_text(words, at[n][own].numpy())
             assert known[said] == data.dataset.classes[label]
             assert at[n][own].tolist() == tree(said.replace("(", "( x ")).tolist() or len(words) == 1
             assert (at[n][~own] == -1).all()

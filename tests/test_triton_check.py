@@ -12,7 +12,7 @@ import torch
 from isopos import schemes
 from isopos.attention import explain
 from isopos.lab.bench import gpu_check, gpu_rows, races
-from isopos.lab.bench.gpu_rows import Place
+from isopos.lab.bench.gpu_rows import CallSetting
 from isopos.ops import gpu, triton_rotate, trust
 from isopos.ops.linear import triton, triton_step
 from isopos.positions import sequence
@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not gpu.interpreted(), reason="TRITON_INTERPRET=1 is not set; make test-gpu runs the command itself"),
 ]
-HERE = Place("cpu", small=True, runs=2)
-RIGHT = [name for name in gpu_rows.rows() if "d=64" in name and name.startswith("accuracy")]
+HERE = CallSetting("cpu", small=True, runs=2)
+RIGHT = [name for name in gpu_rows.all_rows() if "d=64" in name and name.startswith("accuracy")]
 RIGHT += ["repeat: step, rope, bfloat16", "repeat: rotation, float32", "repeat: attention, retnet, bfloat16"]
 RIGHT += ["decoding: permuteformer, bfloat16", "decoding: lrpe-unitary, float32", "compile: rope, float32"]
 
@@ -45,7 +45,7 @@ def test_rows_pass(name):
 
 @pytest.mark.parametrize("section", ["rotation, forward + backward", "step, B=256"])
 def test_rows_of_times(section):
-    name = next(name for name in gpu_rows.rows() if name.startswith(f"time: {section}"))
+    name = next(name for name in gpu_rows.all_rows() if name.startswith(f"time: {section}"))
     found = row(name)
     assert found["status"] == "measured"
     assert all(race["seconds"] > 0 and race["ratio"]["median"] > 0 for race in found["races"])
@@ -53,13 +53,13 @@ def test_rows_of_times(section):
 
 def test_a_race_that_fails_is_a_failed_row(monkeypatch):
     monkeypatch.setitem(races.WORKLOADS, "two clones", lambda shape: 1 / 0)
-    found = row(next(name for name in gpu_rows.rows() if name.startswith("time: rotation")))
+    found = row(next(name for name in gpu_rows.all_rows() if name.startswith("time: rotation")))
     assert found["status"] == "failed"
     assert "ZeroDivisionError" in found["wrong"]
 
 
 def test_rows_that_have_nothing_to_find_say_why(monkeypatch):
-    fla = next(name for name in gpu_rows.rows() if name.startswith("time: fla"))
+    fla = next(name for name in gpu_rows.all_rows() if name.startswith("time: fla"))
     assert "flash-linear-attention" in row(fla)["absent"]
     monkeypatch.setenv("PATH", "")
     if row("memcheck: repeats in bfloat16")["status"] == "absent":
@@ -172,12 +172,12 @@ def test_the_command_switches_what_has_passed_on(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "gpu-check.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == ["machine", "repeat: rotation, bfloat16"]
     assert rows[1]["runs"] == 10
-    for name, own in gpu_rows.rows().items():  # as if all rows of attention in bfloat16 had been run
+    for name, own in gpu_rows.all_rows().items():  # as if all rows of attention in bfloat16 had been run
         if (own.operation, own.dtype) == ("attention", "bfloat16"):
             with (tmp_path / "gpu-check.jsonl").open("a") as file:
                 file.write(json.dumps({"row": name, "status": "passed"}) + "\n")
     check = gpu_check.read(tmp_path / "gpu-check.jsonl")
-    assert [one.operation for one in gpu_check.write(tmp_path, check, gpu_rows.rows())] == ["attention"]
+    assert [one.operation for one in gpu_check.write(tmp_path, check, gpu_rows.all_rows())] == ["attention"]
     monkeypatch.setenv(gpu.SWITCH, "auto")
     monkeypatch.setenv(trust.RESULTS, str(tmp_path / "gpu-passed.json"))
     given = schemes.rope(16, 2).at(sequence(20)) | {"causal": True}

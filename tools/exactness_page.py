@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.peers import ROTARY
 from isopos.lab.bench import accuracy
-from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, measure, other_libraries, tables
+from isopos.lab.bench.exactness import BATCH, HEAD_DIM, HEADS, LENGTH, Table, error_tables, measure, other_libraries
 from isopos.lab.reports.grids import markdown
 
 __all__ = ["page"]
@@ -56,10 +56,10 @@ def page() -> str:
     """The whole page."""
     accuracy.LIBRARIES.update(ROTARY)
     notes: list[str] = []
-    sections = list(tables(measure(), notes))
+    sections = list(error_tables(measure(), notes))
     sizes = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH}
     where = {"torch": torch.__version__, "machine": f"{platform.machine()} CPU"}
-    missing = f"\nNot installed: {', '.join(accuracy.absent())}.\n" if accuracy.absent() else ""
+    missing = f"\nNot installed: {', '.join(accuracy.missing_peers())}.\n" if accuracy.missing_peers() else ""
     lines = [
         INTRODUCTION.format(command=COMMAND, **sizes, **where),
         *map(written, sections),

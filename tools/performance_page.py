@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from isopos.lab.bench.results import merged
+from isopos.lab.bench.results import latest_rows
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.plots import EVEN, TOTAL, svg_text
 from isopos.lab.timing import Row, titles
@@ -119,7 +119,7 @@ def page(content: dict[str, Any], *others: dict[str, Any]) -> str:
     packages = {name: version for run in (*others, content) for name, version in run["versions"].items()}
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     parts = [INTRODUCTION.format(**content | {"versions": versions})]
-    rows = merged([Row.from_json(row) for run in (content, *others) for row in run["rows"]])
+    rows = latest_rows([Row.from_json(row) for run in (content, *others) for row in run["rows"]])
     for section, title in SECTIONS.items():
         if cells := [row.cells() for row in rows if row.section == section]:
             parts.append(f"## {title}\n\n{markdown(titles(content['device']), cells)}")

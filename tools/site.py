@@ -127,13 +127,13 @@ def _picture(scheme: Scheme, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from isopos.lab.reports.kernels import fill_zeros, panels
-    from isopos.lab.reports.plots import draw, svg_text
+    from isopos.lab.reports.plots import draw_panel, svg_text
 
     fill_zeros(scheme)
     every_panel = list(panels(scheme))
     figure = Figure(figsize=(4.6 * len(every_panel), 3.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
-        draw(axes, panel, scheme, alone=len(every_panel) == 1)
+        draw_panel(axes, panel, scheme, alone=len(every_panel) == 1)
     path.write_text(svg_text(figure, bbox_inches="tight"), encoding="utf-8")
 
 

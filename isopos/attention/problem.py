@@ -26,7 +26,7 @@ from isopos.state import State, expect_state
 from isopos.terms import Clipped, Term
 
 
-class Options(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Arguments of both kinds of attention after q, k and v; see the functions' docstrings."""
 
     isometry: IsometryPair
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
     group: Any
 
 
-class LinearOptions(Options, total=False):
+class LinearOptions(CommonOptions, total=False):
     """Arguments of linear attention."""
 
     feature_map: Phi | None
@@ -51,7 +51,7 @@ class LinearOptions(Options, total=False):
     segment_ids: Tensor | None
 
 
-class SoftmaxOptions(Options, total=False):
+class SoftmaxOptions(CommonOptions, total=False):
     """Arguments of softmax attention."""
 
     scale: float | None

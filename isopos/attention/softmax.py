@@ -17,7 +17,7 @@ from isopos.exact import full_precision
 from isopos.maps import Identity
 from isopos.ops import householder
 from isopos.ops.library import watched
-from isopos.ops.linear.containment import finite, joined, nonfinite
+from isopos.ops.linear.containment import finite, nonfinite, with_gradient_of
 from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
@@ -143,7 +143,7 @@ def _contained(problem: SoftmaxProblem) -> Tensor:
         return out
     q = torch.where(of_queries[..., None], 0, problem.q)
     k, v = (torch.where(of_keys[..., None], 0, x) for x in (problem.k, problem.v))
-    return joined(out, _attend(replace(problem, q=q, k=k, v=v)), seen)
+    return with_gradient_of(out, _attend(replace(problem, q=q, k=k, v=v)), seen)
 
 
 def _attend(problem: SoftmaxProblem) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from isopos.audit.checks import check, compared, first_difference, unless
+from isopos.audit.checks import check, compared, first_difference, judged, unless
 from isopos.audit.report import Curves, Finding
 from isopos.audit.subject import Skip, Subject, relative_error
 
@@ -62,10 +62,10 @@ def positions(subject: Subject) -> Iterator[Finding]:
     change = relative_error(single[0], subject.outputs(tokens[:1], plain[None], _all(tokens[:1])))
     obeyed = change > SEEN * subject.tolerance
     told = subject.is_relative or subject.encoding.startswith(("rotary", "absolute"))
-    yield Finding(
-        "other positions give other outputs", f"relative difference {change:.1e}",
-        "sound" if obeyed else "broken" if told else "note", subject.encoding,
-        "" if obeyed else "positions are accepted and ignored: pass them on to the encoding, or do not accept them",
+    yield judged(
+        "other positions give other outputs", f"relative difference {change:.1e}", obeyed, subject.encoding,
+        "positions are accepted and ignored: pass them on to the encoding, or do not accept them",
+        fault="broken" if told else "note",
     )  # fmt: skip
 
 
@@ -159,10 +159,9 @@ def padded_rows(subject: Subject) -> Iterator[Finding]:
         return
     rows[:, :pad] = torch.nan
     stays = bool(subject.outputs(rows, None, mask)[:, pad:].isfinite().all())
-    yield Finding(
-        "NaN in padded places stays there", "it does" if stays else "it reaches other tokens", "sound" if stays else "note",
-        remedy="" if stays else "fill padded features with zeros: 0 * NaN is NaN in a product with values",
-    )  # fmt: skip
+    remedy = "fill padded features with zeros: 0 * NaN is NaN in a product with values"
+    measured = "it does" if stays else "it reaches other tokens"
+    yield judged("NaN in padded places stays there", measured, stays, remedy=remedy, fault="note")
 
 
 @check("precision", "Do lower dtypes keep positions apart?", "positions", "casts")
@@ -183,12 +182,11 @@ def precision(subject: Subject) -> Iterator[Finding]:
             except RuntimeError as error:
                 raise Skip(f"it does not compute in {dtype}: {str(error).splitlines()[0]}") from None
         rounding, moved = relative_error(near, exact), relative_error(far, exact)
-        bound = max(4 * rounding, subject.tolerance)
-        yield Finding(
+        yield judged(
             f"{str(dtype)[6:]} at positions + {room} is as exact as near zero (difference {rounding:.1e})",
-            f"relative difference {moved:.1e}", "sound" if moved <= bound else "broken",
-            remedy="" if moved <= bound else "keep positions and angles in float32, cast cosines and sines at the end",
-            issue="" if moved <= bound else "huggingface/candle#3520",
+            f"relative difference {moved:.1e}", moved <= max(4 * rounding, subject.tolerance),
+            remedy="keep positions and angles in float32, cast cosines and sines at the end",
+            issue="huggingface/candle#3520",
         )  # fmt: skip
 
 
@@ -210,9 +208,8 @@ def _moved(subject: Subject, index: Tensor, how: str, remedy: str) -> Finding:
     """A finding that outputs of tokens in another order are not the outputs in that order."""
     tokens = subject.tokens(1, subject.length)
     change = relative_error(subject.outputs(tokens[:, index]), subject.outputs(tokens)[:, index])
-    seen = change > SEEN * subject.tolerance
     says, measured = f"{how} tokens give other outputs", f"relative difference {change:.1e}"
-    return Finding(says, measured, "sound" if seen else "broken", remedy="" if seen else remedy)
+    return judged(says, measured, change > SEEN * subject.tolerance, remedy=remedy)
 
 
 def _left_padded(subject: Subject, tokens: Tensor, pad: int, seed: int) -> tuple[Tensor, Tensor]:

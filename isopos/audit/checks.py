@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.report import Curves, Finding
+from isopos.audit.report import Curves, Finding, Severity
 from isopos.audit.subject import Skip, Subject, relative_error, traced
 
 Measure = Callable[[Subject], Iterable[Finding]]
@@ -98,7 +98,7 @@ def first_difference(
         with torch.no_grad(), traced(subject.exact) as seen:
             index = call(subject.exact)
         traces.append(seen if index is None else {name: at for name, a in seen.items() if (at := _at(a, index)) is not None})
-    curves = by_position(*(of_layers(subject.exact, trace) for trace in traces))
+    curves = by_position(*(layer_outputs(subject.exact, trace) for trace in traces))
     for name, a in traces[0].items():
         b = traces[1].get(name)
         if b is not None and a.shape == b.shape and (e := relative_error(a, b)) > subject.tolerance:
@@ -107,7 +107,7 @@ def first_difference(
     return "", curves
 
 
-def of_layers(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def layer_outputs(module: nn.Module, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of items of the outermost `nn.ModuleList` or `nn.Sequential`."""
     layers: dict[str, Tensor] = {}
     for name in sorted(outputs, key=lambda name: (name.count("."), name)):
@@ -135,6 +135,13 @@ def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Cu
 def _at(a: Tensor, index: Tensor) -> Tensor | None:
     """Rows of tokens, where there are as many."""
     return a[:, index] if a.ndim == 3 and a.shape[1] > int(index.max()) else None
+
+
+def judged(
+    says: str, measured: str, sound: bool, where: str = "", remedy: str = "", issue: str = "", fault: Severity = "broken"
+) -> Finding:
+    """A finding that is sound, or else a fault with its remedy and a public issue."""
+    return Finding(says, measured, "sound", where) if sound else Finding(says, measured, fault, where, remedy, issue)
 
 
 def unless(condition: bool, reason: str) -> None:

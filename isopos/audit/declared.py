@@ -52,11 +52,11 @@ def rule(parameters: Mapping[str, Any], trained: int | None, length: int = 0) ->
     return Yarn(factor, original, fast=fast, slow=slow, truncate=truncate, sharpness=actual)
 
 
-def frequencies(parameters: Mapping[str, Any], features: int, trained: int | None, length: int = 0) -> Tensor:
+def declared_frequencies(parameters: Mapping[str, Any], features: int, trained: int | None, length: int = 0) -> Tensor:
     """Declared frequencies ``[f]`` of `features` rotating features in radians per step, float64.
 
     Examples:
-        >>> frequencies({"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}, 4, None).tolist()
+        >>> declared_frequencies({"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}, 4, None).tolist()
         [0.5, 0.05]
     """
     base = float(parameters["rope_theta"])
@@ -68,7 +68,7 @@ def frequencies(parameters: Mapping[str, Any], features: int, trained: int | Non
     return plain if extension is None else extension(plain[None, None])[0, 0]
 
 
-def attention_factor(parameters: Mapping[str, Any], trained: int | None) -> float:
+def declared_factor(parameters: Mapping[str, Any], trained: int | None) -> float:
     """The factor of cosines and sines that the declared type has."""
     extension = rule(parameters, trained)
     return 1.0 if extension is None else extension.attention_factor
@@ -76,7 +76,7 @@ def attention_factor(parameters: Mapping[str, Any], trained: int | None) -> floa
 
 def diagnosis(actual: Tensor, parameters: Mapping[str, Any], features: int, trained: int | None) -> str:
     """A description of frequencies ``[f]`` that differ from the declared ones."""
-    actual, declared = actual.double().flatten(), frequencies(parameters, features, trained)
+    actual, declared = actual.double().flatten(), declared_frequencies(parameters, features, trained)
     if len(actual) != len(declared):
         whole = rope_frequencies(len(actual), float(parameters["rope_theta"]))
         plain = " of the declared base" if _same(actual, whole) else ""
@@ -89,7 +89,7 @@ def diagnosis(actual: Tensor, parameters: Mapping[str, Any], features: int, trai
     if _same(actual, declared, 1.1 * torch.finfo(torch.bfloat16).eps):
         worst = float(((actual - declared).abs() / declared.clamp_min(1e-30)).max())
         return f"the declared frequencies within {worst:.0e}, rounded on the way"
-    plain = frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)
+    plain = declared_frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)
     if _same(actual, plain):
         return f"the scaling {parameters.get('rope_type')!r} is missing: these are the plain frequencies of its base"
     if len(actual) > 1 and bool((actual > 0).all()):
@@ -99,7 +99,7 @@ def diagnosis(actual: Tensor, parameters: Mapping[str, Any], features: int, trai
             return f"frequencies of base {base:.6g}{scaled}"
     for factor in (2, 4, 8, 16, 32, 64):
         other = {**parameters, "factor": float(factor)}
-        if "factor" in parameters and _same(actual, frequencies(other, features, trained)):
+        if "factor" in parameters and _same(actual, declared_frequencies(other, features, trained)):
             return f"the declared type with factor {factor}"
     ratio = actual / declared.where(declared > 0, 1)
     return f"{float(ratio.min()):.4g} to {float(ratio.max()):.4g} times the declared frequencies"

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isopos.audit import declared
-from isopos.audit.checks import check, unless
+from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
-from isopos.audit.scores import Attended, equal, layers, watched
+from isopos.audit.scores import Attended, equal, layers, recorded_attention
 from isopos.audit.subject import Subject, relative_error, traced
 from isopos.biases import T5
 from isopos.encodings import rope_frequencies
@@ -25,7 +25,7 @@ MOVES = 1e-5  # of the norm of a vector
 
 
 @dataclass(frozen=True)
-class Rotation:
+class FittedRotation:
     """A rotation of queries and keys by their positions.
 
     Args:
@@ -57,15 +57,15 @@ class Rotation:
         out[..., self.first], out[..., self.second] = z.real, z.imag
         return out
 
-    def other(self) -> "Rotation":
+    def other(self) -> "FittedRotation":
         """The same frequencies in the other layout."""
         low, half = int(self.first.min()), torch.arange(len(self.first))
         to_half = self.layout == "interleaved"
         first, second = (low + half, low + half + len(half)) if to_half else (low + 2 * half, low + 2 * half + 1)
-        return Rotation(first, second, self.w, "half" if to_half else "interleaved", self.residual)
+        return FittedRotation(first, second, self.w, "half" if to_half else "interleaved", self.residual)
 
 
-def rotation(trajectories: Sequence[tuple[int, Tensor]]) -> Rotation | None:
+def rotation(trajectories: Sequence[tuple[int, Tensor]]) -> FittedRotation | None:
     """The rotation that carries features of equal tokens ``[h t d]`` at positions 0, s, 2 s, ..., by strides s.
 
     None where no pairing of features in either layout explains them; the first stride must be 1.
@@ -87,7 +87,7 @@ def rotation(trajectories: Sequence[tuple[int, Tensor]]) -> Rotation | None:
     return next(fit for fit in fits if fit.residual <= 10 * least + 1e-9)  # features that never move belong to no plane
 
 
-def _fit(trajectories: Sequence[tuple[int, Tensor]], first: Tensor, second: Tensor, layout: str) -> Rotation:
+def _fit(trajectories: Sequence[tuple[int, Tensor]], first: Tensor, second: Tensor, layout: str) -> FittedRotation:
     w, residual = torch.zeros(()).double(), 0.0
     for stride, x in trajectories:
         z = torch.complex(x[..., first], x[..., second])  # [h t f]
@@ -100,7 +100,7 @@ def _fit(trajectories: Sequence[tuple[int, Tensor]], first: Tensor, second: Tens
         elif error > COARSE:
             break  # further positions are not obeyed, or their angles are too coarse
         w = finer
-    return Rotation(first, second, w, layout, residual)
+    return FittedRotation(first, second, w, layout, residual)
 
 
 def bias_family(logits: Tensor) -> tuple[str, float]:
@@ -139,12 +139,16 @@ def _means(values: Tensor, group: Tensor) -> Tensor:
     return (total / count.clamp_min(1))[:, group]
 
 
-def attended(subject: Subject, stride: int, content: int = 0) -> list[Attended]:
+def attention_of_equal_tokens(subject: Subject, stride: int, content: int = 0) -> list[Attended]:
     """Attention of equal tokens at positions 0, s, 2 s, ...; each layer gets equal features."""
     tokens, positions = _equal(subject, content), None
     if "positions" in subject.abilities:
         positions = stride * torch.arange(tokens.shape[1])[None]
-    with torch.no_grad(), layers(subject.exact, tokens.shape[1], equal), watched(subject.exact, tokens.shape[1]) as seen:
+    with (
+        torch.no_grad(),
+        layers(subject.exact, tokens.shape[1], equal),
+        recorded_attention(subject.exact, tokens.shape[1]) as seen,
+    ):
         subject.call(subject.exact, tokens, positions, torch.ones(tokens.shape[:2], dtype=torch.bool))
     return seen
 
@@ -156,13 +160,13 @@ def _equal(subject: Subject, content: int) -> Tensor:
     return first.expand(1, count, *first.shape[2:]).contiguous()
 
 
-def rotations(subject: Subject) -> list[tuple[Attended, Rotation | None]]:
+def fitted_rotations(subject: Subject) -> list[tuple[Attended, FittedRotation | None]]:
     """All attention products of a call, each with the rotation that fits its queries and keys, or None."""
-    runs = {1: attended(subject, 1)}
+    runs = {1: attention_of_equal_tokens(subject, 1)}
     for stride in STRIDES[1:]:
         if "positions" in subject.abilities and (subject.limit is None or stride * COUNT <= subject.limit):
             try:
-                run = attended(subject, stride)
+                run = attention_of_equal_tokens(subject, stride)
             except (IndexError, RuntimeError):
                 break  # its tables end before
             runs |= {stride: run} if len(run) == len(runs[1]) else {}
@@ -202,18 +206,18 @@ def _sinusoidal(table: Tensor) -> bool:
 @check("layout", "Do trained weights fit the layout of the rotation?", "text", "causal")
 def layout(subject: Subject) -> Iterator[Finding]:
     """Compare the loss on text to the loss with queries and keys rotated in the other layout."""
-    rotated = rotations(subject)
+    rotated = fitted_rotations(subject)
     turns = [turn for _, turn in rotated if turn is not None]
     unless(not turns, "no attention turns its queries and keys")
     unless(any(not a.layout or a.shared is None for a in turns), "heads have separate frequencies, or a single plane")
     text, module = subject.text, copy.deepcopy(subject.module).eval().float()
     assert text is not None
     text = text[:, : text.shape[1] - 1 + text.shape[1] % 2]  # an odd number of tokens, which no head has of features
-    with torch.no_grad(), watched(module, text.shape[1]) as seen:
+    with torch.no_grad(), recorded_attention(module, text.shape[1]) as seen:
         losses = _losses(subject.call(module, text), text)
     turns_of = {one.product: turn for one, (_, turn) in zip(seen, rotated, strict=True) if turn is not None}
     changes = {product: _in_other_layout(turn) for product, turn in turns_of.items()}
-    with torch.no_grad(), watched(module, text.shape[1], changes):
+    with torch.no_grad(), recorded_attention(module, text.shape[1], changes):
         other = _losses(subject.call(module, text), text)
     gain, error = float((losses - other).mean()), float((losses - other).std() / len(losses) ** 0.5)
     here, there = turns[0].layout, turns[0].other().layout
@@ -222,15 +226,14 @@ def layout(subject: Subject) -> Iterator[Finding]:
     best = min(float(losses.mean()), float(other.mean()))
     unless(best > chance - 0.1, f"its weights predict the text no better than chance: {measured}")
     unless(abs(gain) < max(4 * error, 0.02), f"both layouts predict the text alike: {measured}")
-    sound = gain < 0
-    yield Finding(
-        f"text is predicted best in {here} layout, which the code has", measured, "sound" if sound else "broken",
-        remedy="" if sound else f"these weights are of {there} layout: permute the rows of queries and keys",
-        issue="" if sound else "huggingface/nanotron#427",
+    yield judged(
+        f"text is predicted best in {here} layout, which the code has", measured, gain < 0,
+        remedy=f"these weights are of {there} layout: permute the rows of queries and keys",
+        issue="huggingface/nanotron#427",
     )  # fmt: skip
 
 
-def _in_other_layout(turn: Rotation) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _in_other_layout(turn: FittedRotation) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     def change(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         first, second = (turn.other().turned(turn.turned(a, back=True)) for a in (q, k))
         return first, second
@@ -246,13 +249,13 @@ def _losses(logits: Tensor, tokens: Tensor) -> Tensor:
 @check("encoding", "Which encoding is it, and does it turn as declared?")
 def encoding(subject: Subject) -> Iterator[Finding]:
     """Identify the encoding of each layer, and compare rotary frequencies with the declared ones."""
-    rotated = rotations(subject)
+    rotated = fitted_rotations(subject)
     unless(not rotated, "no softmax over pairs of its tokens was seen")
     wanted = []
     for rotary in subject.rotary(subject.module):
         try:
             if rotary.features is not None:
-                wanted.append(declared.frequencies(rotary.parameters, rotary.features, rotary.trained))
+                wanted.append(declared.declared_frequencies(rotary.parameters, rotary.features, rotary.trained))
         except (ValueError, KeyError):
             wanted = []
             break
@@ -267,11 +270,11 @@ def encoding(subject: Subject) -> Iterator[Finding]:
         words = embedded if embedded and words == "none" else f"{embedded}, and {words}" if embedded else words
         fit = f" (residual {residual:.0e})"
         expected = "the declared frequencies" if wanted else "an encoding of a known family"
-        remedy = "" if sound else "turn queries and keys by the frequencies of the configuration, in every layer that turns"
-        yield Finding(expected, words + fit, "sound" if sound else "broken", where, remedy)
+        remedy = "turn queries and keys by the frequencies of the configuration, in every layer that turns"
+        yield judged(expected, words + fit, sound, where, remedy)
 
 
-def _words(one: Attended, turn: Rotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:
+def _words(one: Attended, turn: FittedRotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:
     """A description of the family, its residual, and whether it is as declared."""
     if turn is None:
         if one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.checks import check, unless
+from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Subject
 
@@ -30,12 +30,9 @@ def gradient(subject: Subject) -> Iterator[Finding]:
     for name, parameter in learned.items():
         dead = _dead(name, parameter, subject.heads)
         finite = parameter.grad is None or bool(parameter.grad.isfinite().all())
-        sound = not dead and finite
-        yield Finding(
-            "a finite gradient reaches every head", "it does" if sound else dead or "a gradient is not finite",
-            "sound" if sound else "broken", name,
-            "" if sound else "compute angles with a gradient, by a kernel that differentiates them",
-        )  # fmt: skip
+        sound, remedy = not dead and finite, "compute angles with a gradient, by a kernel that differentiates them"
+        measured = "it does" if sound else dead or "a gradient is not finite"
+        yield judged("a finite gradient reaches every head", measured, sound, name, remedy)
 
 
 def _dead(name: str, parameter: nn.Parameter, heads: int | None) -> str:

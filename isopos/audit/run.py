@@ -72,7 +72,7 @@ def audit(
         raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
     name, parts = _subjects(model, call, example, relative, causal)
     if isinstance(model, (str, Path)) and not isinstance(text, Tensor):
-        text = theirs.tokens_of(Path(model), text)
+        text = theirs.example_tokens(Path(model), text)
     if isinstance(text, str):
         raise ValueError("text: expected tokens [b t] for a model without a folder, got a string; tokenise it first")
     for _, subject in parts:

@@ -32,7 +32,7 @@ class Attended:
 
 
 @contextmanager
-def watched(module: nn.Module, count: int, changes: Mapping[int, Change] | None = None):
+def recorded_attention(module: nn.Module, count: int, changes: Mapping[int, Change] | None = None):
     """Record the attention of calls with `count` tokens in a list; `changes` of q and k by number of the product."""
     watch = _Watch(count, changes or {})
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from isopos.audit.checks import by_position, check, compared, of_layers, unless
+from isopos.audit.checks import by_position, check, compared, judged, layer_outputs, unless
 from isopos.audit.report import Curves, Finding
 from isopos.audit.scores import layers
 from isopos.audit.subject import Subject, relative_error, traced
@@ -80,11 +80,10 @@ def packing(subject: Subject) -> Iterator[Finding]:
     yield whole
     if whole.severity == "sound" and "mask" in subject.abilities:
         error = relative_error(subject.packed(tokens, lengths, masked=True), want)
-        sound = error <= subject.tolerance
-        yield Finding(
-            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", "sound" if sound else "risk",
-            remedy="" if sound else "give packed batches no mask: with one, samples see each other, silently",
-            issue="" if sound else "huggingface/transformers#46634",
+        yield judged(
+            "a mask of ones changes nothing of that", f"relative difference {error:.1e}", error <= subject.tolerance,
+            remedy="give packed batches no mask: with one, samples see each other, silently",
+            issue="huggingface/transformers#46634", fault="risk",
         )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str
     whole = {name: torch.cat([seen[name] for seen in traces], 1) for name in names}
     with layers(module, tokens.shape[1], lambda n, _: right[n]), traced(module) as seen:
         subject.packed(tokens, lengths)
-    stacks, leaks_by_layer = [*of_layers(module, seen)], {}
+    stacks, leaks_by_layer = [*layer_outputs(module, seen)], {}
     for name, a in seen.items():
         b, layer = whole.get(name), next((one for one in stacks if name == one or name.startswith(f"{one}.")), "")
         if b is None or a.shape != b.shape or (stacks and not layer) or (e := relative_error(a, b)) <= subject.tolerance:
@@ -111,7 +110,7 @@ def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str
         leaks_by_layer.setdefault(
             layer, f"{mixer} ({type(module.get_submodule(mixer)).__name__}, relative difference {e:.1e})"
         )
-    curves = by_position(of_layers(module, seen), whole)
+    curves = by_position(layer_outputs(module, seen), whole)
     return " and ".join(leaks_by_layer.values()), curves
 
 

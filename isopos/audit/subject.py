@@ -35,7 +35,7 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RotaryModule:
     """A module that computes cosines and sines, with its declaration in the configuration.
 
     Args:
@@ -108,7 +108,7 @@ class Subject(ABC):
         """Logits ``[b n v]`` of the next tokens of left-padded samples, chosen greedily."""
         raise NotImplementedError
 
-    def rotary(self, module: nn.Module) -> list[Rotary]:
+    def rotary(self, module: nn.Module) -> list[RotaryModule]:
         """Rotary modules in the model or a copy of it."""
         return []
 

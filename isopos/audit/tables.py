@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isopos.audit import declared
-from isopos.audit.checks import check, unless
+from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
-from isopos.audit.subject import Rotary, Skip, Subject, relative_error
+from isopos.audit.subject import RotaryModule, Skip, Subject, relative_error
 
 FAR = (0, 1, 2, 7, 100, 1000, 4096, 2**14, 2**16)
 FURTHER = tuple(2**n for n in range(10, 32))
@@ -23,7 +23,7 @@ ANY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional", "mrope")  #
 CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
 
 
-def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
+def _declared(subject: Subject) -> list[tuple[RotaryModule, Tensor]]:
     """Rotary modules with their declared frequencies ``[f]``."""
     declared_rotaries, reasons = [], []
     for rotary in subject.rotary(subject.module):
@@ -31,7 +31,9 @@ def _declared(subject: Subject) -> list[tuple[Rotary, Tensor]]:
             reasons.append(f"{rotary.name}: the configuration does not say how many features rotate")
             continue
         try:
-            declared_rotaries.append((rotary, declared.frequencies(rotary.parameters, rotary.features, rotary.trained)))
+            declared_rotaries.append(
+                (rotary, declared.declared_frequencies(rotary.parameters, rotary.features, rotary.trained))
+            )
         except (ValueError, KeyError) as error:
             reasons.append(f"{rotary.name}: {error}")
     unless(not declared_rotaries, "; ".join(reasons) or "no rotary module with declared parameters was found")
@@ -46,7 +48,7 @@ def frequencies(subject: Subject) -> Iterator[Finding]:
             yield _equal(rotary, rotary.frequencies, want)
 
 
-def _equal(rotary: Rotary, actual: Tensor, want: Tensor) -> Finding:
+def _equal(rotary: RotaryModule, actual: Tensor, want: Tensor) -> Finding:
     says = f"{rotary.parameters.get('rope_type')} frequencies of base {float(rotary.parameters['rope_theta']):g}"
     actual = actual.detach().double().cpu().flatten()
     if actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all()):
@@ -66,11 +68,10 @@ def _worst(actual: Tensor, want: Tensor) -> float:
 def attention_factor(subject: Subject) -> Iterator[Finding]:
     """Compare the attention factor of yarn and longrope, whose square multiplies logits."""
     for rotary, _ in _declared(subject):
-        want = declared.attention_factor(rotary.parameters, rotary.trained)
+        want = declared.declared_factor(rotary.parameters, rotary.trained)
         actual = rotary.attention_factor
-        sound = abs(actual - want) <= 1e-6 * want
-        remedy = "" if sound else "multiply cosines and sines by the factor of the declared type"
-        yield Finding(f"factor {want:.6g}", f"{actual:.6g}", "sound" if sound else "broken", rotary.name, remedy)
+        sound, remedy = abs(actual - want) <= 1e-6 * want, "multiply cosines and sines by the factor of the declared type"
+        yield judged(f"factor {want:.6g}", f"{actual:.6g}", sound, rotary.name, remedy)
 
 
 @check("tables", "Do cosines and sines fit the declared frequencies, at far positions and in lower dtypes?")
@@ -120,7 +121,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def _grows(rotary: Rotary) -> bool:
+def _grows(rotary: RotaryModule) -> bool:
     """Whether the module builds a table as long as its largest position, too large for far positions."""
     assert rotary.tables is not None
     sizes, module = [], copy.deepcopy(rotary.module)
@@ -131,17 +132,17 @@ def _grows(rotary: Rotary) -> bool:
     return sizes[1] > sizes[0] >= PROBED
 
 
-def _within(rotary: Rotary) -> int:
+def _within(rotary: RotaryModule) -> int:
     """Positions of plain calls, short enough not to trigger dynamic rules."""
     original = rotary.parameters.get("original_max_position_embeddings") or rotary.trained or FAR[-1]
     return min(original, rotary.trained or original)
 
 
-def _table(rotary: Rotary, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
+def _table(rotary: RotaryModule, x: Tensor, dtype: torch.dtype, module: torch.nn.Module, how: str = "") -> Finding:
     """A finding that a table of dtype at positions x ``[1 t]`` is right, or the first position where it is not."""
     assert rotary.tables is not None
-    want_w = declared.frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
-    factor = declared.attention_factor(rotary.parameters, rotary.trained)
+    want_w = declared.declared_frequencies(rotary.parameters, rotary.features or 0, rotary.trained, int(x.max()) + 1)
+    factor = declared.declared_factor(rotary.parameters, rotary.trained)
     angle = x[0].double()[:, None] * want_w
     want = torch.stack((angle.cos(), angle.sin())) * factor
     with torch.no_grad():
@@ -203,13 +204,11 @@ def order_of_calls(subject: Subject) -> Iterator[Finding]:
                 rotary.tables(used, _some(long), dtype)
                 after = rotary.tables(used, x, dtype)
             error = max(relative_error(a, b) for a, b in zip(after, fresh, strict=True))
-            sound = error <= declared.EQUAL
-            yield Finding(
+            yield judged(
                 f"a call of {short} positions in {str(dtype)[6:]} is the same after one of {long}",
-                f"difference {error:.1e}",
-                "sound" if sound else "broken", rotary.name,
-                "" if sound else "compute frequencies from the length of the call alone, keep no table of another call",
-                "" if sound else "huggingface/transformers#25306",
+                f"difference {error:.1e}", error <= declared.EQUAL, rotary.name,
+                "compute frequencies from the length of the call alone, keep no table of another call",
+                "huggingface/transformers#25306",
             )  # fmt: skip
 
 
@@ -230,12 +229,9 @@ def saving(subject: Subject) -> Iterator[Finding]:
         same = again is not None and actual.shape == again.shape and relative_error(again, actual) <= declared.EQUAL
         factors = (rotary.attention_factor, after[name].attention_factor if name in after else None)
         sound = same and factors[0] == factors[1]
-        yield Finding(
-            "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others",
-            "sound" if sound else "broken", name,
-            "" if sound else "write what the table is built from into the configuration, before the model is built",
-            "" if sound else "MakazhanAlpamys/Soup#793",
-        )  # fmt: skip
+        says, measured = "the loaded model's frequencies and factor are the saved model's", "the same" if sound else "others"
+        remedy = "write what the table is built from into the configuration, before the model is built"
+        yield judged(says, measured, sound, name, remedy, "MakazhanAlpamys/Soup#793")
 
 
 @check("casts", "Does casting the whole module round the frequencies?")
@@ -249,11 +245,8 @@ def casts(subject: Subject) -> Iterator[Finding]:
         for dtype in (torch.bfloat16, torch.float16):
             actual = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
             sound = actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all())
-            yield Finding(
-                f"frequencies stay exact in .to({dtype})", "they do" if sound else f"rounded by {_worst(actual, want):.0e}",
-                "sound" if sound else "risk", rotary.name, "" if sound else CAST,
-                "" if sound else "NVIDIA-NeMo/Automodel#2549",
-            )  # fmt: skip
+            measured, issue = "they do" if sound else f"rounded by {_worst(actual, want):.0e}", "NVIDIA-NeMo/Automodel#2549"
+            yield judged(f"frequencies stay exact in .to({dtype})", measured, sound, rotary.name, CAST, issue, fault="risk")
 
 
 @check("meta device", "Does a model come back whole from the device meta and `to_empty`?")
@@ -269,10 +262,9 @@ def meta_device(subject: Subject) -> Iterator[Finding]:
     with torch.no_grad():
         same = relative_error(subject.call(made, tokens), subject.call(module, tokens)) <= subject.tolerance
     lost = [name for name, _ in made.named_buffers() if name not in state]
-    yield Finding(
+    yield judged(
         "outputs are the same after to_empty and load_state_dict",
         "they are" if same else f"{', '.join(lost[:3]) or 'what is no parameter'}{' ...' * (len(lost) > 3)} stays empty",
-        "sound" if same else "risk", lost[0].rpartition(".")[0] if lost and not same else "",
-        "" if same else "load by from_pretrained, or compute these buffers again after to_empty",
-        "" if same else "unslothai/unsloth#6925",
+        same, lost[0].rpartition(".")[0] if lost and not same else "",
+        "load by from_pretrained, or compute these buffers again after to_empty", "unslothai/unsloth#6925", fault="risk",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isopos.integrations.program import Inputs, compare, decoder_step, dynamic_axes, expected, traced
+from isopos.integrations.program import Inputs, compare, decoder_step, dynamic_axes, expected, traced_program
 from isopos.models.decoder import Decoder
 
 __all__ = ["export", "export_decoder"]
@@ -81,7 +81,7 @@ def export_decoder(model: Decoder, file: str | Path) -> None:
 
 def _program(module: nn.Module, inputs: Inputs, other: Inputs, outputs: list[str]) -> Any:
     """The module as an ONNX program; ValueError names an operation that ONNX does not have."""
-    program = traced(module, inputs, other, onnx=True)
+    program = traced_program(module, inputs, other, onnx=True)
     options: dict[str, Any] = {"input_names": list(inputs), "output_names": outputs, "opset_version": OPSET}
     options |= {"dynamic_shapes": (dynamic_axes(inputs, other),), "verbose": False}
     with torch.no_grad(), warnings.catch_warnings():

@@ -56,7 +56,7 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
         >>> program.module(check_guards=False)(torch.randn(1, 2, 1, 8), torch.tensor([[1000]])).shape
         torch.Size([1, 2, 1, 8])
     """
-    program = traced(module, inputs, other, largest=largest)
+    program = traced_program(module, inputs, other, largest=largest)
     if custom := sorted({str(node.target) for node in program.graph.nodes if str(node.target).startswith("isopos.")}):
         raise ValueError(
             f"module: expected operations of PyTorch alone, got {custom[0]}, which loops over the tokens; an encoding of a "
@@ -96,7 +96,7 @@ def export_decoder(model: Decoder, *, largest: int | None = None) -> ExportedPro
     return program
 
 
-def traced(
+def traced_program(
     module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | None = None, onnx: bool = False
 ) -> ExportedProgram:
     """The program of a module with folded constants; with `onnx`, rotations are ONNX's operation."""

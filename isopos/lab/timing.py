@@ -163,9 +163,6 @@ def interleave(
     often before the clock starts, so that it reuses freed memory blocks.
 
     Args:
-        workloads: Workloads by name.
-        rounds: Largest number of rounds.
-        device: Device of the workloads.
         limit: Seconds after which no further round starts, after `MIN_ROUNDS` rounds.
     """
     calls = {name: _calls(workload, device) for name, workload in workloads.items()}

@@ -67,7 +67,7 @@ class BlockOptions(TypedDict, total=False):
     window: int | None
 
 
-class Options(BlockOptions, total=False):
+class ModelOptions(BlockOptions, total=False):
     """Options of a model: the options of its blocks, and two more; see `Trunk`."""
 
     stochastic_depth: float
@@ -75,17 +75,11 @@ class Options(BlockOptions, total=False):
 
 
 class Context(NamedTuple):
-    """Tokens of another sequence, for cross-attention.
+    """Tokens of another sequence, for cross-attention."""
 
-    Args:
-        features: ``[b s m]``.
-        at: Result of the scheme's `at` at the positions of both sequences.
-        mask: ``[b s]``, True for tokens to attend to.
-    """
-
-    features: Tensor
-    at: Mapping[str, Any]
-    mask: Tensor | None = None
+    features: Tensor  # ``[b s m]``
+    at: Mapping[str, Any]  # result of the scheme's `at` at the positions of both sequences
+    mask: Tensor | None = None  # ``[b s]``, True for tokens to attend to
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.models.blocks import ModelOptions, Schemes, Trunk
 from isopos.positions import sequence
 from isopos.state import State
 from isopos.stream import Stream
@@ -54,7 +54,7 @@ class Decoder(Trunk):
         *,
         cutoffs: Sequence[int] = (),
         tied: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[ModelOptions],
     ):
         if tied and cutoffs:
             raise ValueError(f"tied: expected no cutoffs with a tied head, got {tuple(cutoffs)}; choose one of the two")
@@ -122,7 +122,6 @@ class Continuation:
     returns the logits ``[b t vocabulary]`` after each token. Parameters of the model must not change between calls.
 
     Attributes:
-        model: The decoder.
         layers: One `isopos.Stream` per layer.
     """
 

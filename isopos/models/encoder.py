@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from isopos.catalog import expect
 from isopos.deprecation import renamed_argument
-from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.models.blocks import ModelOptions, Schemes, Trunk
 from isopos.parallel import shards
 
 POOLINGS = ("mean", "first")
@@ -40,7 +40,7 @@ class Encoder(Trunk):
         scheme: Schemes,
         *,
         tied: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[ModelOptions],
     ):
         super().__init__(vocabulary, model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, vocabulary)
@@ -94,7 +94,7 @@ class Classifier(Trunk):
         scheme: Schemes,
         *,
         pooling: Literal["mean", "first"] = "mean",
-        **options: Unpack[Options],
+        **options: Unpack[ModelOptions],
     ):
         expect("pooling", pooling, POOLINGS)
         super().__init__(vocabulary, model_dim, layers, scheme, **options)

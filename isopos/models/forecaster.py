@@ -5,7 +5,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.models.blocks import ModelOptions, Schemes, Trunk
 
 
 class Forecaster(Trunk):
@@ -30,7 +30,7 @@ class Forecaster(Trunk):
 
     in_shards = True
 
-    def __init__(self, channels: int, model_dim: int, layers: int, scheme: Schemes, **options: Unpack[Options]):
+    def __init__(self, channels: int, model_dim: int, layers: int, scheme: Schemes, **options: Unpack[ModelOptions]):
         super().__init__(nn.Linear(2 * channels, model_dim), model_dim, layers, scheme, **options)
         self.head = nn.Linear(model_dim, channels)
 

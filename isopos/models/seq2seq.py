@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.deprecation import renamed_argument
-from isopos.models.blocks import NORMS, Block, BlockOptions, Context, Options, Schemes, Trunk, depth_rates, embedding
+from isopos.models.blocks import NORMS, Block, BlockOptions, Context, ModelOptions, Schemes, Trunk, depth_rates, embedding
 from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State
@@ -68,7 +68,7 @@ class Seq2Seq(Trunk):
         scheme: Schemes,
         *,
         tied: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[ModelOptions],
     ):
         if tied and sources != targets:
             raise ValueError(f"tied: expected one vocabulary, got {sources} source tokens and {targets} target tokens")

@@ -5,7 +5,7 @@ from typing import Literal, Unpack
 from torch import Tensor, nn
 
 from isopos.catalog import at_least, expect
-from isopos.models.blocks import Options, Schemes, Trunk
+from isopos.models.blocks import ModelOptions, Schemes, Trunk
 from isopos.positions import grid, sequence
 
 
@@ -78,7 +78,7 @@ class Vision(Trunk):
         tokenizer: Literal["patches", "convolution"] = "patches",
         patch: int = 4,
         pooling: Literal["mean", "sequence"] = "mean",
-        **options: Unpack[Options],
+        **options: Unpack[ModelOptions],
     ):
         expect("pooling", pooling, ("mean", "sequence"))
         super().__init__(Patches(channels, model_dim, tokenizer, patch), model_dim, layers, scheme, **options)

@@ -30,33 +30,21 @@ CHUNK = 64  # tokens per triangular system
 
 
 class Factors(NamedTuple):
-    """The maps I - strength vector vector^T of tokens, float32 or float64.
+    """The maps I - strength vector vector^T of tokens, float32 or float64."""
 
-    Args:
-        vector: Unit vectors, or zero for the identity, ``[*b h s d]``.
-        strength: Numbers from 0 to 2 ``[*b h s]``.
-    """
-
-    vector: Tensor
-    strength: Tensor
+    vector: Tensor  # unit vectors, or zero for the identity, ``[*b h s d]``
+    strength: Tensor  # numbers from 0 to 2 ``[*b h s]``
 
 
 class _Chunk(NamedTuple):
-    """Keys k ``[*b h c d]`` and vectors ``[*b h c d]`` of a chunk, and its solved system.
-
-    Args:
-        u: ``[*b h c c]``, U of the keys.
-        back: ``[*b h c d]``, the same system's solution for any vector x before the chunk is back @ x.
-        end: Keys carried to the end of the chunk ``[*b h c d]``.
-        product: ``[*b h d d]``, the product of all maps of the chunk, later ones to the left.
-    """
+    """Keys k ``[*b h c d]`` and vectors ``[*b h c d]`` of a chunk, and its solved system."""
 
     k: Tensor
     vector: Tensor
-    u: Tensor
-    back: Tensor
-    end: Tensor
-    product: Tensor
+    u: Tensor  # ``[*b h c c]``, U of the keys
+    back: Tensor  # ``[*b h c d]``, the same system's solution for any vector x before the chunk is back @ x
+    end: Tensor  # keys carried to the end of the chunk ``[*b h c d]``
+    product: Tensor  # ``[*b h d d]``, the product of all maps of the chunk, later ones to the left
 
 
 def naive_scores(q: Tensor, k: Tensor, factors: Factors) -> Tensor:
@@ -134,7 +122,6 @@ def linear(
     Args:
         q: Queries ``[*b h t d]``, the last tokens, float32 or float64.
         k: Keys ``[*b h s d]``.
-        v: Values.
         factors: Maps of the tokens.
         g: Log decays of queries and keys, float64, which do not increase along tokens.
         state: State before these tokens.

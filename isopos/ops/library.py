@@ -28,7 +28,7 @@ OUT_OF_RANGE, NOT_FINITE = 1, 2  # bits of a call's status
 KIND = {name: n for n, name in enumerate(("none", "rotation", "lift", "gather"))}
 
 
-class View(ctypes.Structure):
+class ViewArgument(ctypes.Structure):
     """Rows of tokens, with strides in numbers; strides of samples and heads may be zero."""
 
     _fields_ = (("first", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("sample", "head", "token")))
@@ -38,19 +38,22 @@ class Input(ctypes.Structure):
     """An input of the sums, with its feature map."""
 
     _fields_ = (
-        *((name, View) for name in ("x", "unrotated", "grad", "grad_unrotated", "mask", "normal", "table", "grad_table")),
+        *(
+            (name, ViewArgument)
+            for name in ("x", "unrotated", "grad", "grad_unrotated", "mask", "normal", "table", "grad_table")
+        ),
         *((name, ctypes.c_int64) for name in ("type", "numbers", "width", "phi", "kind", "add", "uncached")),
         ("grad_decay", ctypes.c_void_p),
     )
 
 
-class State(ctypes.Structure):
+class StateArgument(ctypes.Structure):
     """Sums of k v^T, and sums of keys for a denominator."""
 
     _fields_ = (("sums", ctypes.c_void_p), ("row", ctypes.c_void_p))
 
 
-class Sizes(ctypes.Structure):
+class SizesArgument(ctypes.Structure):
     """Numbers of heads, tokens, features and values."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("all", "heads", "length", "keys", "d", "e", "unrotated", "values"))
@@ -62,16 +65,16 @@ class Flags(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("denominated", "divide", "begins", "ends", "reverse", "back"))
 
 
-class Decay(ctypes.Structure):
+class DecayArgument(ctypes.Structure):
     """Log decays of tokens, or the weights of states before a step."""
 
-    _fields_ = (("query", View), ("key", View), ("across", ctypes.c_void_p))
+    _fields_ = (("query", ViewArgument), ("key", ViewArgument), ("across", ctypes.c_void_p))
 
 
 class Output(ctypes.Structure):
     """Sums, denominators and the gradients of sums."""
 
-    _fields_ = (*((name, View) for name in ("sums", "denominator", "grad")), ("uncached", ctypes.c_int64))
+    _fields_ = (*((name, ViewArgument) for name in ("sums", "denominator", "grad")), ("uncached", ctypes.c_int64))
 
 
 class Split(ctypes.Structure):
@@ -87,10 +90,10 @@ class Call(ctypes.Structure):
     """The sums of some tokens of heads, or a step: `Call` of cpu/call.h."""
 
     _fields_ = (
-        ("size", Sizes),
+        ("size", SizesArgument),
         ("flags", Flags),
-        ("decay", Decay),
-        *((name, State) for name in ("state", "saved", "grad_state")),
+        ("decay", DecayArgument),
+        *((name, StateArgument) for name in ("state", "saved", "grad_state")),
         ("out", Output),
         ("split", Split),
         *((name, Input) for name in ("q", "k", "v")),
@@ -104,7 +107,7 @@ class Rotate(ctypes.Structure):
     """Rotations or lifts of features, without sums."""
 
     _fields_ = (
-        *((name, View) for name in ("x", "table")),
+        *((name, ViewArgument) for name in ("x", "table")),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("all", "heads", "tokens", "adjoint", "threads")),
         ("input", Input),
@@ -221,12 +224,12 @@ def is_plain(x: Any) -> bool:
     return dense and not x.is_neg() and x.data_ptr() != 0  # zero tensors have no memory
 
 
-def view(x: Tensor) -> View:
+def view(x: Tensor) -> ViewArgument:
     """The view of x ``[*b h t .]``, contiguous in the last axis (see `flat`), at most two leading axes longer than 1."""
     sizes, strides, n = x.shape, x.stride(), x.ndim
     sample = strides[-4] if n > 3 and sizes[-4] > 1 else 0
     head = strides[-3] if n > 2 and sizes[-3] > 1 else 0
-    return View(x.data_ptr(), sample, head, strides[-2] if sizes[-2] > 1 else 0)
+    return ViewArgument(x.data_ptr(), sample, head, strides[-2] if sizes[-2] > 1 else 0)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -239,10 +242,10 @@ def run(function: Any, call: Call) -> bool:
     status = ctypes.c_int64(0)
     call.status = ctypes.pointer(status)
     function(ctypes.byref(call))
-    return finite(status.value)
+    return sums_finite(status.value)
 
 
-def finite(status: int) -> bool:
+def sums_finite(status: int) -> bool:
     """Whether sums are finite by the status of a call; IndexError if an index of a gather was out of range."""
     if status & OUT_OF_RANGE:
         raise IndexError("isometry: expected indices of features in a Gather, got one out of range")

@@ -30,21 +30,13 @@ KERNELS = ("triton_rotate.py", "linear/triton*.py")  # files with kernels and th
 
 
 class Passed(NamedTuple):
-    """What `isopos gpu-check` has found right.
+    """What `isopos gpu-check` has found right."""
 
-    Attributes:
-        device: Name of the GPU.
-        dtype: Dtype of queries, keys and values, or of rotated features: "bfloat16", "float32".
-        triton: Version of Triton.
-        ptxas: Version of the assembler.
-        operation: One of `OPERATIONS`.
-    """
-
-    device: str
-    dtype: str
-    triton: str
-    ptxas: str
-    operation: str
+    device: str  # name of the GPU
+    dtype: str  # dtype of queries, keys and values, or of rotated features: "bfloat16", "float32"
+    triton: str  # version of Triton
+    ptxas: str  # version of the assembler
+    operation: str  # one of `OPERATIONS`
 
 
 PASSED: frozenset[Passed] = frozenset()  # the kernels are on by default there; no GPU has run them yet
@@ -61,11 +53,7 @@ def triton_version() -> str:
 
 @cache
 def ptxas(path: str = "") -> str:
-    """Version of an assembler, by default of the one that Triton uses before Blackwell; "" if it cannot be run.
-
-    Args:
-        path: File of the assembler.
-    """
+    """Version of an assembler, by default of the one that Triton uses before Blackwell; "" if it cannot be run."""
     try:
         if not path:
             from triton import knobs  # pyright: ignore[reportMissingImports]
@@ -104,8 +92,6 @@ def untrusted(triton: str, assembler: str, generation: int) -> str:
     """Why no kernel should be compiled by these versions for GPUs of a generation, or "".
 
     Args:
-        triton: Version of Triton.
-        assembler: Version of ptxas.
         generation: First number of the compute capability.
 
     Examples:
@@ -126,7 +112,7 @@ def untrusted(triton: str, assembler: str, generation: int) -> str:
 
 
 @cache
-def fingerprint() -> str:
+def kernels_fingerprint() -> str:
     """Twelve digits that change with the source of the kernels, to which results belong."""
     home = Path(__file__).parent
     files = sorted(file for pattern in KERNELS for file in home.glob(pattern))
@@ -149,7 +135,7 @@ def recorded(path: Path) -> tuple[frozenset[Passed], str]:
         return frozenset(), f"there is no {path}, which `isopos gpu-check` writes"
     except (OSError, ValueError, TypeError, KeyError) as error:
         return frozenset(), f"{path} is no file of `isopos gpu-check`: {type(error).__name__}: {error}"
-    if kernels != fingerprint():
+    if kernels != kernels_fingerprint():
         return frozenset(), f"{path} is about other kernels; run `isopos gpu-check` again"
     return rows, ""
 
@@ -161,7 +147,7 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def generation(device: torch.device) -> int:
+def compute_generation(device: torch.device) -> int:
     """First number of a device's compute capability; 0 in Triton's interpreter, where no compiler matters."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
@@ -169,7 +155,7 @@ def generation(device: torch.device) -> int:
 @cache
 def unreliable(device: torch.device) -> str:
     """`untrusted` of this machine's compilers for a device."""
-    return "" if device.type != "cuda" else untrusted(triton_version(), ptxas(), generation(device))
+    return "" if device.type != "cuda" else untrusted(triton_version(), ptxas(), compute_generation(device))
 
 
 @cache
@@ -179,7 +165,6 @@ def unproven(operation: str, dtypes: tuple[torch.dtype, ...], device: torch.devi
     Args:
         operation: One of `OPERATIONS`, or another one, which no result is about.
         dtypes: Dtypes of the inputs.
-        device: Their device.
         path: File of results to add to `PASSED`, or None.
     """
     rows, why = (frozenset(), "") if path is None else recorded(path)

@@ -14,7 +14,7 @@ from isopos.encodings import Encoding, rope_frequencies
 from isopos.exact import normal
 from isopos.positions import Ring
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register, split
+from isopos.schemes.registry import compose, even, register, split_widths
 from isopos.spec import read
 
 Initial = Literal["rope", "identity"]
@@ -99,7 +99,7 @@ def ape_grid(
             rounded down, as in the authors' code for images.
     """
     expect("metric", metric, ("steps", "euclidean"))
-    widths = split(even(head_dim), axes, 2)
+    widths = split_widths(even(head_dim), axes, 2)
     encoding = encodings.DirectSum([_line(width, heads, initial, base) for width in widths])
     return compose(encoding, heads, choices, locality=locality, metric=None if metric == "steps" else metric)
 
@@ -186,7 +186,7 @@ def ape_product(
             is "sequence+tree2", a tree of images "tree2+grid2".
     """
     makers = _makers(parts, heads, initial, base, seed)
-    widths = split(even(head_dim), len(makers), 2)
+    widths = split_widths(even(head_dim), len(makers), 2)
     encoding = encodings.DirectSum([make(width) for make, width in zip(makers, widths, strict=True)])
     return compose(encoding, heads, choices, locality=locality)
 

@@ -13,7 +13,7 @@ from isopos.catalog import at_least, expect
 from isopos.encodings import rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import PairLayout, axial, compose, even, laid_out, register, split
+from isopos.schemes.registry import PairLayout, axial, compose, even, laid_out, register, split_widths
 from isopos.spec import read
 
 Sections = str | Sequence[int] | None
@@ -242,7 +242,7 @@ def _axial(count: int, axes: int, sections: Sections, base: float) -> Tensor:
 
 def sections_of(count: int, axes: int, sections: Sections) -> list[int]:
     """Numbers of pairs of each axis, at least 1, with sum `count`: those given, or equal shares."""
-    shares = [width // 2 for width in split(2 * count, axes, 2)] if sections is None else _shares(sections, count)
+    shares = [width // 2 for width in split_widths(2 * count, axes, 2)] if sections is None else _shares(sections, count)
     if len(shares) != axes:
         raise ValueError(f"sections: expected a number of pairs for each of {axes} axes, got {_text(sections)}")
     return shares

@@ -9,7 +9,7 @@ from isopos import encodings
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.positions import Ring
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register, split
+from isopos.schemes.registry import compose, even, register, split_widths
 
 
 @register(
@@ -29,7 +29,7 @@ def clock(head_dim: int, heads: int | None = None, *, base: float = 10000.0, **c
         head_dim: d, even, at least 6; divided among the three parts.
         base: Base of the frequencies of absolute time, in steps of one hour.
     """
-    day, week, line = (width // 2 for width in split(even(head_dim), 3, 2))
+    day, week, line = (width // 2 for width in split_widths(even(head_dim), 3, 2))
     parts: list[Encoding] = [_turns(day, 24), _turns(week, 7), encodings.Rotary(rope_frequencies(line, base)[None, None])]
     return compose(encodings.DirectSum(parts), heads, choices)
 

@@ -10,7 +10,7 @@ from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, rope_frequencies
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import axial, compose, even, register, split
+from isopos.schemes.registry import axial, compose, even, register, split_widths
 
 
 @register(
@@ -44,7 +44,7 @@ def string(
     ends = 0 if variant == "cayley" else 2
     if even(head_dim) - ends < 2 * at_least("axes", axes):
         raise ValueError(f"head size: expected at least {2 * axes + ends} features for {axes} axes, got {head_dim}")
-    shares = [width // 2 for width in split(head_dim - ends, axes, 2)]
+    shares = [width // 2 for width in split_widths(head_dim - ends, axes, 2)]
     frequency = axial(shares, base).expand(heads, -1, -1)
     if variant == "circulant":  # columns whose transform is -i w / 2, so that C is skew and C - C^T has the angles w
         spectrum = torch.nn.functional.pad(frequency, (1, 1)) * -0.5j
@@ -133,7 +133,7 @@ def grape(
         learned: Learn planes and speeds; otherwise both keep their initial values.
     """
     at_least("planes", planes)
-    widths = split(head_dim, at_least("axes", axes) * planes, 2)
+    widths = split_widths(head_dim, at_least("axes", axes) * planes, 2)
     speed = rope_frequencies(planes * heads, base).view(planes, heads)
     parts: list[Encoding] = []
     for axis in range(axes):

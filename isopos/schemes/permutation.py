@@ -9,7 +9,7 @@ from isopos.catalog import at_least, expect
 from isopos.encodings import Encoding, random_permutations
 from isopos.exact import normal
 from isopos.scheme import Choices, Scheme
-from isopos.schemes.registry import compose, even, register, split
+from isopos.schemes.registry import compose, even, register, split_widths
 
 
 @register(
@@ -83,7 +83,7 @@ def permuteformer_2d(
         orders: Random permutations as in the paper, or permutations of large orders.
         length: Longest axis; a smaller common order of an axis raises a warning.
     """
-    widths = split(head_dim, axes, 1)
+    widths = split_widths(head_dim, axes, 1)
     per_axis = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
     maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()
     for n, (axis, first) in enumerate(zip(per_axis, (sum(widths[:n]) for n in range(axes)), strict=True)):

@@ -251,7 +251,7 @@ def axial(shares: Sequence[int], base: float) -> Tensor:
     return torch.block_diag(*(rope_frequencies(share, base) for share in shares))
 
 
-def split(width: int, parts: int, step: int) -> list[int]:
+def split_widths(width: int, parts: int, step: int) -> list[int]:
     """Widths of parts: multiples of `step`, as equal as possible, larger ones first."""
     if width < step * at_least("axes", parts):
         raise ValueError(f"head size: expected at least {step * parts} features for {parts} parts, got {width}")

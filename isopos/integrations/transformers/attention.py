@@ -32,7 +32,7 @@ def check_version() -> None:
         raise ImportError(f"transformers: expected version {LEAST} or later, got {version}; pip install -U 'isopos[hf]'")
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register attention and masks in transformers. Without a registered mask it would pass none and show padding."""
     check_version()
     from transformers import AttentionInterface, AttentionMaskInterface

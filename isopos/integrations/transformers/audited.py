@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isopos.audit.subject import Rotary, Subject
+from isopos.audit.subject import RotaryModule, Subject
 
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
@@ -50,7 +50,7 @@ def loaded(folder: Path) -> Any:
     return made
 
 
-def tokens_of(folder: Path, text: str | None) -> Tensor | None:
+def example_tokens(folder: Path, text: str | None) -> Tensor | None:
     """Tokens ``[1 t]`` of a text, by default a few sentences, from a folder's tokenizer; None without a tokenizer.
 
     Raises:
@@ -196,7 +196,7 @@ class TransformersSubject(Subject):
         out = model.generate(input_ids=tokens, attention_mask=mask.long(), generation_config=settings)
         return torch.stack(out.logits, 1)
 
-    def rotary(self, module: nn.Module) -> list[Rotary]:
+    def rotary(self, module: nn.Module) -> list[RotaryModule]:
         modules = []
         for name, child in module.named_modules():
             for buffer, values in child.named_buffers(recurse=False):
@@ -252,7 +252,7 @@ class TransformersSubject(Subject):
             return True
         return not self.sees_later()
 
-    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[Rotary]:
+    def _rotary(self, name: str, child: nn.Module, kind: str | None, values: Tensor) -> list[RotaryModule]:
         config: Any = getattr(child, "config", None) or self.config
         parameters = getattr(config, "rope_parameters", None)
         if kind is not None and isinstance(parameters, Mapping):
@@ -262,7 +262,7 @@ class TransformersSubject(Subject):
         buffer = f"{kind}_inv_freq" if kind else "inv_freq"
         factor = getattr(child, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
         return [
-            Rotary(
+            RotaryModule(
                 f"{name} ({kind})" if kind else name, child, parameters, _rotating(config, parameters),
                 getattr(config, "max_position_embeddings", None), values, float(factor),
                 lambda module, x, dtype: _tables(module, x, dtype, kind, parameters), lambda module: getattr(module, buffer),

@@ -46,7 +46,7 @@ def linear_scheme(model: Any, name: str = KEEP, options: Mapping[str, object] | 
     if options.get("attention", "linear") != "linear":
         raise ValueError(f"attention: expected linear, to which softmax attention is converted, got {options['attention']}")
     options["attention"] = "linear"
-    features, heads = reading.head_dim(config), reading.heads_of(config)[1]
+    features, heads = reading.head_dim(config), reading.head_counts(config)[1]
     if name != KEEP:
         return build(name, features, heads, options)
     if reading.rotary_module(model) is None:

@@ -11,11 +11,11 @@ from isopos.integrations.transformers.patching import patch, unpatch
 from isopos.integrations.transformers.reading import head_dim, rotary_module, text_part
 from isopos.integrations.transformers.rotary import (
     Angles,
-    Tables,
+    RotaryTables,
     Unrotated,
     is_rotation,
     measured,
-    rotations,
+    rotated_slices,
 )
 from isopos.integrations.transformers.saving import ENTRY
 from isopos.nn import checkpoint
@@ -101,7 +101,7 @@ def absorb(model: Any) -> Any:
     return patch(model, absorbed)
 
 
-def _rotary(model: Any) -> tuple[Any, Tables]:
+def _rotary(model: Any) -> tuple[Any, RotaryTables]:
     """The rotary module of a decoder and its tables; raises ValueError for other models."""
     modules = text_part(model).modules() if hasattr(model, "base_model") else ()
     rotary = next((module for module in modules if isinstance(module, Angles | Unrotated)), None)
@@ -116,9 +116,9 @@ def _rotary(model: Any) -> tuple[Any, Tables]:
     return rotary, tables
 
 
-def _width(tables: Tables, scheme: Scheme | None) -> int:
+def _width(tables: RotaryTables, scheme: Scheme | None) -> int:
     """Number of a head's first features that the model's code rotates, with or without a scheme."""
-    first = rotations(scheme.encoding) if scheme is not None and tables.flexible else None
+    first = rotated_slices(scheme.encoding) if scheme is not None and tables.flexible else None
     return (
         2 * tables.pairs if first is None else next((a.features for a in first if isinstance(a, Rotary)), 2 * tables.pairs)
     )

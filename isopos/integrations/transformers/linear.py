@@ -61,9 +61,6 @@ class LinearLayer:
         """Attention of new queries ``[b h t d]`` to new keys ``[b h t d]`` and to those of the state: ``[b h t e]``.
 
         Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
             keys: Mask of the new keys that are seen ``[b t]``, bool; None for all.
             scaling: Factor of logits in the window.
             dropout: Probability of dropping a weight in the window.

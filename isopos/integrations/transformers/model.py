@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
-from isopos.integrations.transformers.saving import described, made
+from isopos.integrations.transformers.saving import made, scheme_entry
 from isopos.integrations.transformers.states import StateLayer
 from isopos.models import TOKEN_STD, Decoder, PerLayer
 from isopos.models.blocks import ACTIVATIONS
@@ -35,7 +35,7 @@ def from_decoder(decoder: Decoder) -> Any:
     """
     if isinstance(decoder.scheme, PerLayer):
         raise ValueError("scheme: expected one for all layers, which a configuration holds, got one per layer")
-    entry = described(decoder.scheme)
+    entry = scheme_entry(decoder.scheme)
     if entry["scheme"] is None:
         raise ValueError("scheme: expected one that a function of isopos.schemes.REGISTRY makes again, got one of parts")
     block: Any = decoder.blocks[-1]
@@ -147,7 +147,7 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         scheme: Any = self.decoder.scheme  # which may have been extended meanwhile
-        entry = described(scheme)
+        entry = scheme_entry(scheme)
         self.config.scheme_extension, self.config.fingerprint = entry["extension"], entry["fingerprint"]
         super().save_pretrained(*args, **kwargs)
 

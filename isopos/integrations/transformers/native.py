@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isopos.audit import declared
 from isopos.integrations.transformers.reading import head_dim, rotary_module
-from isopos.integrations.transformers.rotary import Angles, Tables, measured
+from isopos.integrations.transformers.rotary import Angles, RotaryTables, measured
 from isopos.scheme import Scheme
 from isopos.schemes import REGISTRY
 
@@ -47,7 +47,7 @@ def rotary_scheme(model: Any) -> Any:
     return _scheme(old, tables, config, parameters, None)
 
 
-def _scheme(old: Any, tables: Tables, config: Any, parameters: Mapping[str, Any], layer_type: str | None) -> Scheme:
+def _scheme(old: Any, tables: RotaryTables, config: Any, parameters: Mapping[str, Any], layer_type: str | None) -> Scheme:
     kind = parameters.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ValueError(f"model: expected frequencies that are the same at all lengths, got rope_type {kind!r}")
@@ -61,7 +61,7 @@ def _scheme(old: Any, tables: Tables, config: Any, parameters: Mapping[str, Any]
     raise ValueError(f"model: expected rotary tables of a scheme of isopos, got others (rope_type {kind!r})")
 
 
-def _candidates(tables: Tables, features: int, parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _candidates(tables: RotaryTables, features: int, parameters: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Names and options of schemes that could be a model's."""
     options = {"head_dim": features, "base": parameters["rope_theta"]}
     if tables.columns == 2:
@@ -75,7 +75,7 @@ def _candidates(tables: Tables, features: int, parameters: Mapping[str, Any]) ->
 
 
 @torch.no_grad()
-def _agree(old: Any, tables: Tables, scheme: Scheme, layer_type: str | None) -> bool:
+def _agree(old: Any, tables: RotaryTables, scheme: Scheme, layer_type: str | None) -> bool:
     """Whether a scheme has the tables of a rotary module, which is built again on the CPU."""
     if not tables.take(scheme):
         return False

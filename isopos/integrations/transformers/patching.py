@@ -75,7 +75,7 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, 
         for change in changes:
             done.append(change.made())
         if entry is not None:
-            saving.load_values(model, [name for name in model.state_dict() if name not in before])
+            saving.load_parameters(model, [name for name in model.state_dict() if name not in before])
         setattr(model.base_model, CHANGES, done)
     except BaseException:
         _undo(done)
@@ -93,7 +93,7 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
     """
     import transformers
 
-    attention.register()
+    attention.register_attention()
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     if not isinstance(getattr(config, saving.ENTRY, None), dict):
         raise ValueError(f"folder: expected a patched model, whose configuration names its scheme, got {config.model_type}")
@@ -160,7 +160,7 @@ def _changes(model: Any, scheme: Any, entry: Any, window: int | None) -> list[Ch
 
 def _check_model(model: Any) -> None:
     """Raise an error for an object that is not a model of transformers 5, or has a scheme."""
-    attention.register()
+    attention.register_attention()
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):

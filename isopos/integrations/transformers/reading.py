@@ -43,10 +43,10 @@ def added_tables(part: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 def head_dim(config: Any) -> int:
     """Features of a head."""
     width = getattr(config, "embed_dim", None) or config.hidden_size
-    return getattr(config, "head_dim", None) or width // heads_of(config)[0]
+    return getattr(config, "head_dim", None) or width // head_counts(config)[0]
 
 
-def heads_of(config: Any) -> tuple[int, int]:
+def head_counts(config: Any) -> tuple[int, int]:
     """Numbers of heads of queries and of keys."""
     heads = getattr(config, "num_attention_heads", None) or config.num_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads
@@ -126,7 +126,7 @@ class _End:
 
 
 @torch.no_grad()
-def rotates(layer: Any, config: Any) -> bool:
+def uses_tables(layer: Any, config: Any) -> bool:
     """Whether an attention layer uses its tables of positions, measured by a call on one token that ends at its cache.
 
     A layer without a cache counts as using them.

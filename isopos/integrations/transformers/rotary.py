@@ -27,28 +27,17 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Measured properties of a rotary module.
+class RotaryTables:
+    """Measured properties of a rotary module."""
 
-    Args:
-        form: Name of the form of its output, in `FORMS`.
-        pairs: Number f of feature pairs that have an angle.
-        columns: Coordinates of a position: 1, 2 for the patches of images, or 3 for time, height and width.
-        casts: Whether tables have the dtype of the features. Otherwise they are float32.
-        layer_types: Types of layers with separate frequencies. Empty if all layers share them.
-        flexible: Whether the model's code rotates as many features as a table has and leaves the rest unchanged.
-        halves: Whether that code rotates the pairs (i, i + n / 2) of n features.
-        patch: Height and width of a patch, for a module that is called with images.
-    """
-
-    form: str
-    pairs: int
-    columns: int
-    casts: bool
-    layer_types: tuple[str, ...]
-    flexible: bool
-    halves: bool
-    patch: tuple[int, int] | None
+    form: str  # name of the form of its output, in `FORMS`
+    pairs: int  # number f of feature pairs that have an angle
+    columns: int  # coordinates of a position: 1, 2 for the patches of images, or 3 for time, height and width
+    casts: bool  # whether tables have the dtype of the features. Otherwise they are float32
+    layer_types: tuple[str, ...]  # types of layers with separate frequencies. Empty if all layers share them
+    flexible: bool  # whether the model's code rotates as many features as a table has and leaves the rest unchanged
+    halves: bool  # whether that code rotates the pairs (i, i + n / 2) of n features
+    patch: tuple[int, int] | None  # height and width of a patch, for a module that is called with images
 
     def positions(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
         """Positions ``[*b t c]`` of a call's tokens or patches.
@@ -66,7 +55,7 @@ class Tables:
 
     def take(self, scheme: Scheme) -> bool:
         """Whether the model's code can apply the rotations of a scheme."""
-        parts = rotations(scheme.encoding) if is_rotation(scheme) else None
+        parts = rotated_slices(scheme.encoding) if is_rotation(scheme) else None
         turning = [part.features // 2 for part in parts or () if isinstance(part, Rotary)]
         return parts is not None and (self.flexible or max(turning, default=0) <= self.pairs)
 
@@ -84,7 +73,7 @@ class _Replaced(nn.Module):
         tables: Properties of the replaced module.
     """
 
-    def __init__(self, scheme: nn.Module, tables: Tables):
+    def __init__(self, scheme: nn.Module, tables: RotaryTables):
         super().__init__()
         self.scheme, self.tables = scheme, tables
 
@@ -94,7 +83,7 @@ class Angles(_Replaced):
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None) -> Any:
         """Tables at positions for features x, or for the patches of images x."""
-        parts = tables(of_type(self.scheme, layer_type), self.tables.positions(x, position_ids), x.dtype)
+        parts = rotary_tables(of_type(self.scheme, layer_type), self.tables.positions(x, position_ids), x.dtype)
         table = parts[0] if self.tables.flexible else torch.cat(parts, -2)[..., : self.tables.pairs, :]
         return self.tables.made(table[..., 0], table[..., 1], x.dtype)
 
@@ -125,17 +114,17 @@ class _Replacement(nn.Module):
 
 
 class Sinusoids(_Replacement):
-    """Table for RoFormer's rotations, sines of all pairs and then cosines, from a scheme with `rotations`."""
+    """Table for RoFormer's rotations, sines of all pairs and then cosines, from a scheme with `rotated_slices`."""
 
     def forward(self, shape: torch.Size, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
         """Table ``[t d]`` at positions ``[t]``; by default of tokens ``[b t]`` after `past` earlier tokens."""
         x = torch.arange(past, past + shape[1], device=self.like.device) if position_ids is None else position_ids
-        table = torch.cat(tables(self.scheme, x[..., None], self.like.dtype), -2)
+        table = torch.cat(rotary_tables(self.scheme, x[..., None], self.like.dtype), -2)
         cos, sin = table.to(self.like.dtype).unbind(-1)
         return torch.cat((sin, cos), -1)
 
 
-class Absolute(_Replacement):
+class AddedPositions(_Replacement):
     """The vectors that a scheme adds to embeddings of tokens, or zeros."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
@@ -150,7 +139,7 @@ def of_type(scheme: nn.Module, layer_type: str | None) -> Any:
     return scheme[layer_type] if isinstance(scheme, nn.ModuleDict) and layer_type is not None else scheme
 
 
-def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
+def rotated_slices(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
     """Slices of a head in order: rotations, and numbers of unrotated features. None for other encodings.
 
     The layout of pairs is left out: a model's code decides which features form a pair.
@@ -158,10 +147,10 @@ def rotations(encoding: Coupling) -> tuple[Rotary | int, ...] | None:
     if isinstance(encoding, Identity):
         return (encoding.features,)
     if isinstance(encoding, Partial):
-        first = rotations(encoding.encoding)
+        first = rotated_slices(encoding.encoding)
         return None if first is None else (*first, encoding.rest)
     if isinstance(encoding, InBasis) and isinstance(encoding.basis, OddEven):
-        return rotations(encoding.encoding)
+        return rotated_slices(encoding.encoding)
     if isinstance(encoding, Rotary) and not encoding.is_lift and len(encoding.parameter) == 1:
         return (encoding,)
     return None
@@ -171,18 +160,18 @@ def is_rotation(scheme: Scheme, *, with_decay: bool = False) -> bool:
     """Whether cosines and sines shared by all heads express a scheme, except for a decay."""
     plain = scheme.bias is scheme.locality is scheme.scale is None and not scheme.phases
     plain = plain and (with_decay or scheme.decay is None)
-    parts = rotations(scheme.encoding)
+    parts = rotated_slices(scheme.encoding)
     passing = scheme.sharpness != 1 and any(isinstance(part, int) for part in parts or ())  # no cosine sharpens these
     return plain and parts is not None and not passing
 
 
-def tables(scheme: Scheme, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Cosines and sines ``[*b t f 2]`` of each of the `rotations` at positions x ``[*b t c]``, times attention factors."""
+def rotary_tables(scheme: Scheme, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Cosines and sines ``[*b t f 2]`` of each of `rotated_slices` at positions x ``[*b t c]``, times attention factors."""
     dtype, by_part = torch.promote_types(dtype, torch.float32), []
-    if scheme.sharpness != 1 and any(isinstance(part, int) for part in rotations(scheme.encoding) or ()):
+    if scheme.sharpness != 1 and any(isinstance(part, int) for part in rotated_slices(scheme.encoding) or ()):
         raise ValueError("scheme: expected it as it was patched in, got one of whole_logits since; unpatch, and patch again")
     factor = scheme.rotary_factor * scheme.sharpness**0.5  # one of the two is 1
-    for part in rotations(scheme.encoding) or ():
+    for part in rotated_slices(scheme.encoding) or ():
         if isinstance(part, Rotary):
             by_part.append(factor * part(x, dtype).table[..., 0, :, :, :])  # pyright: ignore[reportAttributeAccessIssue]
         else:
@@ -200,7 +189,7 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 @torch.no_grad()
-def measured(old: Any) -> Tables:
+def measured(old: Any) -> RotaryTables:
     """Properties of a rotary module, measured on a new module of its class and configuration on the CPU.
 
     The module itself may be on the meta device or have cached tables of another length.
@@ -224,7 +213,7 @@ def measured(old: Any) -> Tables:
         casts = _first(call(*shape, dtype=torch.float64)).dtype == torch.float64
         form, pairs = _form(call(*shape))
         flexible, halves = _rotated(old) if columns != 2 else (False, False)
-    return Tables(form, pairs, columns, casts, types, flexible, halves, patch)
+    return RotaryTables(form, pairs, columns, casts, types, flexible, halves, patch)
 
 
 def _form(tables: Any) -> tuple[str, int]:

@@ -21,16 +21,16 @@ VALUES = r"(^|\.)(scheme|isopos|isopos_window)\."
 Schemes = Scheme | Mapping[str, Scheme]
 
 
-def described(scheme: Any, window: int | None = None) -> dict[str, Any]:
+def scheme_entry(scheme: Any, window: int | None = None) -> dict[str, Any]:
     """The entry of a scheme in a configuration, or one entry for each type of layers.
 
     An entry has the name, options with the seed, extension, fingerprint and, if any, the window. The name is None if no
     function of `REGISTRY` builds the scheme.
     """
     if window is not None:
-        return described(scheme) | {"window": window}
+        return scheme_entry(scheme) | {"window": window}
     if isinstance(scheme, Mapping):
-        return {name: described(one) for name, one in scheme.items()}
+        return {name: scheme_entry(one) for name, one in scheme.items()}
     rule = scheme.extension
     entry: dict[str, Any] = {"scheme": None, "options": {}, "extension": None if rule is None else rule.arguments}
     entry["fingerprint"] = scheme.fingerprint
@@ -81,7 +81,7 @@ def class_named(name: str, config: Any) -> Any:
 
 def save(model: Any, scheme: Schemes, window: int | None, *arguments: Any, **options: Any) -> Any:
     """``save_pretrained`` of a patched model, with its scheme as it is now, extensions included."""
-    setattr(model.config, ENTRY, described(scheme, window))
+    setattr(model.config, ENTRY, scheme_entry(scheme, window))
     return type(model).save_pretrained(model, *arguments, **options)
 
 
@@ -109,11 +109,11 @@ def tell(config: Any, scheme: Schemes, window: int | None = None) -> None:
     A saved configuration also names our attention. Without isopos, transformers refuses this unknown name, so the model
     does not silently run with other positions.
     """
-    setattr(config, ENTRY, described(scheme, window))
+    setattr(config, ENTRY, scheme_entry(scheme, window))
     config.attn_implementation = ATTENTION
 
 
-def load_values(model: Any, names: Sequence[str]) -> None:
+def load_parameters(model: Any, names: Sequence[str]) -> None:
     """Load a scheme's parameters, by their name in the model's state dict, from the folder of the loaded model.
 
     In files, the parts of the name before the scheme may differ.

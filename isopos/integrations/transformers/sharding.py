@@ -41,7 +41,7 @@ def over(model: Any, group: Any) -> Iterator[Any]:
         finally:
             _remove(hooks)
         return
-    attention.register()
+    attention.register_attention()
     part = reading.text_part(model)
     _check(model, part)
     configs = {id(config): config for module in (model, *part.modules()) if (config := vars(module).get("config"))}

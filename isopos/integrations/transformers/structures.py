@@ -36,8 +36,8 @@ from isopos.integrations.transformers.arguments import (
 )
 from isopos.integrations.transformers.attention import ATTENTION
 from isopos.integrations.transformers.linear import Window
-from isopos.integrations.transformers.reading import head_dim, heads_of
-from isopos.integrations.transformers.rotary import Absolute, Angles, Sinusoids, Unrotated, is_rotation, measured
+from isopos.integrations.transformers.reading import head_counts, head_dim
+from isopos.integrations.transformers.rotary import AddedPositions, Angles, Sinusoids, Unrotated, is_rotation, measured
 from isopos.scheme import Linear, Scheme
 
 ABSENT = ...  # one object, also in copies
@@ -131,7 +131,7 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
         expected = ", ".join(tables.layer_types) or "one scheme, since all layers share the model's frequencies"
         raise ValueError(f"scheme: expected {expected}, got {', '.join(scheme)}")
     for one in schemes.values():
-        sizes = head_dim(config), heads_of(config)
+        sizes = head_dim(config), head_counts(config)
         _check(one, *sizes, columns=(tables.columns,), real=tables.patch is not None, linear=tables.columns != 2)
         _refuse_embedding(one)
     module = nn.ModuleDict(schemes) if isinstance(scheme, Mapping) else scheme
@@ -140,7 +140,7 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
     if not linear and all(tables.take(one) for one in schemes.values()):
         return [Change(owner, name, Angles(module, tables)), *fixed]
     layers = reading.biased_layers(owner)
-    if not linear and layers and all(_is_decayed(one, heads_of(config)[0]) for one in schemes.values()):
+    if not linear and layers and all(_is_decayed(one, head_counts(config)[0]) for one in schemes.values()):
         decayed = [change for a in layers for change in (Change(a, OWN, (module,)), Hook(a, of_decay))]
         return [Change(owner, name, Angles(module, tables)), *fixed, *decayed]
     if tables.columns == 2:
@@ -155,7 +155,7 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
 def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None) -> Changes:
     """Changes that pass a scheme to our attention in all layers, as a further argument of the model's calls."""
     layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
-    names = [None if rotary and not reading.rotates(a, config) else types[a.layer_idx] if types else "" for a in layers]
+    names = [None if rotary and not reading.uses_tables(a, config) else types[a.layer_idx] if types else "" for a in layers]
     some: dict[str | None, Scheme] = {**each(scheme)}
     if None in names:  # layers without positions stay so
         some[None] = _without_positions(next(iter(some.values())))
@@ -167,7 +167,7 @@ def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, ro
         Hook(layer, partial(of_layer, name=name, cache=reading.cache_name(layer)))
         for layer, name in zip(layers, names, strict=True)
     ]
-    near = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), heads_of(config)[0]))]
+    near = [] if window is None else [Change(owner, WINDOW, Window(window, len(layers), head_counts(config)[0]))]
     own_code = Change(config, "_attn_implementation", ATTENTION)
     return [Change(owner, OWN, (some,)), *near, Hook(owner, hook), *hooks, own_code]
 
@@ -186,9 +186,9 @@ def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme, windo
     """Changes of GPT-2 and its like: the scheme's vectors, or zeros, replace the model's vectors of positions."""
     if getattr(config, "add_cross_attention", False):
         raise ValueError("model: expected a decoder by itself, got one with cross-attention (add_cross_attention)")
-    _check(scheme, head_dim(config), heads_of(config), linear=True)
+    _check(scheme, head_dim(config), head_counts(config), linear=True)
     _check_embedding(scheme, table.embedding_dim)
-    replaced = Change(owner, name, Absolute(scheme, table.weight))
+    replaced = Change(owner, name, AddedPositions(scheme, table.weight))
     if _is_nothing(scheme):
         return [replaced]
     return [replaced, *_through_attention(owner, config, scheme, 1, rotary=False, window=window)]
@@ -199,9 +199,9 @@ def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
     if getattr(config, "is_decoder", False):
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     embeddings = part.embeddings
-    _check(scheme, head_dim(config), heads_of(config), class_tokens=1)
+    _check(scheme, head_dim(config), head_counts(config), class_tokens=1)
     _check_embedding(scheme, config.hidden_size)
-    zeros = Change(embeddings, "position_embeddings", Absolute(scheme, embeddings.position_embeddings.weight))
+    zeros = Change(embeddings, "position_embeddings", AddedPositions(scheme, embeddings.position_embeddings.weight))
     result: Changes = [zeros, Hook(embeddings, of_words)]
     if _is_nothing(scheme):
         return result
@@ -212,7 +212,7 @@ def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
 
 def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
     """Changes of RoFormer, whose layers have their own attention."""
-    _check(scheme, head_dim(config), heads_of(config))
+    _check(scheme, head_dim(config), head_counts(config))
     _refuse_embedding(scheme)
     if not is_rotation(scheme):
         raise ValueError("scheme: expected one that rotates pairs of features, all heads alike, for RoFormer, got another")
@@ -222,7 +222,7 @@ def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
 def _patches(part: Any, config: Any, scheme: Scheme) -> Changes:
     """Changes of ViT, whose vectors of positions become zeros. Its patches are on a grid, or row by row on a line."""
     old = part.embeddings.position_embeddings
-    _check(scheme, head_dim(config), heads_of(config), class_tokens=1, columns=(1, 2))
+    _check(scheme, head_dim(config), head_counts(config), class_tokens=1, columns=(1, 2))
     _refuse_embedding(scheme)
     zeros = Change(part.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
     if _is_nothing(scheme):

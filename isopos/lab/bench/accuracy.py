@@ -49,7 +49,7 @@ OURS = Peer("isopos", "isopos", _ours)
 LIBRARIES = {"isopos": OURS}
 
 
-def absent() -> list[str]:
+def missing_peers() -> list[str]:
     """Names of the peers that cannot be imported."""
     return [name for name, peer in LIBRARIES.items() if peer.absence()]
 
@@ -98,7 +98,7 @@ def _reference(start: int) -> Tensor:
 
 def accuracy() -> Table:
     """A table of the errors of isopos and of every installed peer; the caption names the missing ones."""
-    missing = absent()
+    missing = missing_peers()
     note = f"Largest error of a cosine or sine over {LENGTH} positions, d = {HEAD_DIM}; -: beyond its longest position."
     rows, titles = [], ("library", "version", *map(str, SETTINGS))
     for name, peer in LIBRARIES.items():
@@ -107,4 +107,4 @@ def accuracy() -> Table:
             version = __version__ if peer is OURS else importlib.metadata.version(peer.package)
             rows.append((name, version, *(f"{largest[key]:.1e}" if key in largest else "-" for key in SETTINGS)))
     caption = f"{note}\nNot installed: {', '.join(missing)}." if missing else note
-    return grids.console(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)
+    return grids.console_table(titles, rows, "ll".ljust(len(titles), "r"), caption=caption)

@@ -27,7 +27,7 @@ WORKLOADS: dict[str, Callable[[Tensor], Callable[[], Tensor]]] = {
 }
 
 
-def measured(names: Iterable[str]) -> list[str]:
+def measurement_names(names: Iterable[str]) -> list[str]:
     """Names of the measurements for ceilings with these names."""
     return list(dict.fromkeys(part for name in names for part in PARTS.get(name, (name,))))
 
@@ -41,7 +41,6 @@ def scaled(
         seconds: Seconds of one product, one copy of q, and zeros of its size, round by round.
         tokens: Number of tokens, over all heads and samples.
         d: Features, and values, per token and head.
-        device: Device of the measurements.
         gradients: Whether the backward pass is included.
         causal: Whether attention is causal.
     """

@@ -160,7 +160,7 @@ def _compiled(trial: Trial) -> tuple[Tensor, Tensor]:
     return torch.compile(trial.attend, fullgraph=True, backend="aot_eager")(), trial.whole()
 
 
-class Setting(NamedTuple):
+class Mode(NamedTuple):
     """A way to run attention; `run` returns its output and the reference."""
 
     what: str
@@ -168,19 +168,19 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "whole": Setting("a whole sequence, causal", lambda trial: (trial.attend(), trial.whole())),
-    "all keys": Setting(
+    "whole": Mode("a whole sequence, causal", lambda trial: (trial.attend(), trial.whole())),
+    "all keys": Mode(
         "a whole sequence, bidirectional", lambda trial: (trial.attend(causal=False), trial.alone(slice(None), causal=False))
     ),
-    "chunks": Setting("a stream in random chunks", lambda trial: (trial.stream(_cuts()), trial.whole())),
-    "tokens": Setting("a stream, token by token", lambda trial: (trial.stream(range(LENGTH + 1)), trial.whole())),
-    "packed": Setting("sequences packed into one", _packed),
-    "left": Setting("padded on the left", _left),
-    "right": Setting("padded on the right, bidirectional", _right),
-    "heads": Setting("two query heads per key head", _heads),
-    "cross": Setting("queries of the last tokens only", _cross),
-    "2^31": Setting("steps from position 2^31 (lines)", _decode),
-    "graph": Setting("compiled into one graph", _compiled),
+    "chunks": Mode("a stream in random chunks", lambda trial: (trial.stream(_cuts()), trial.whole())),
+    "tokens": Mode("a stream, token by token", lambda trial: (trial.stream(range(LENGTH + 1)), trial.whole())),
+    "packed": Mode("sequences packed into one", _packed),
+    "left": Mode("padded on the left", _left),
+    "right": Mode("padded on the right, bidirectional", _right),
+    "heads": Mode("two query heads per key head", _heads),
+    "cross": Mode("queries of the last tokens only", _cross),
+    "2^31": Mode("steps from position 2^31 (lines)", _decode),
+    "graph": Mode("compiled into one graph", _compiled),
 }
 
 
@@ -223,10 +223,10 @@ class Table(NamedTuple):
         titles = [title.replace(" ", "\n") for title in self.head]
         align = "l".ljust(len(titles), "r")
         style = {"title_justify": "left", "box": rich.box.SIMPLE, "pad_edge": False}
-        return grids.console(titles, self.rows, align, title=self.title, **style)
+        return grids.console_table(titles, self.rows, align, title=self.title, **style)
 
 
-def tables(errors: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
+def error_tables(errors: Mapping[Key, Error], notes: list[str]) -> Iterator[Table]:
     """Tables of largest errors: by setting, by scheme, and by both for each dtype. Reasons of refusals go to `notes`."""
     dtypes, schemes, attentions, settings = (tuple(dict.fromkeys(parts)) for parts in zip(*errors, strict=True))
     pairs = [(attention, dtype) for attention in attentions for dtype in dtypes]
@@ -277,13 +277,13 @@ def other_libraries() -> Iterator[Table]:
         yield Table(f"Largest error of {what}", ("library", *map(str, accuracy.FAR)), rows)
 
 
-def console(out: Console, *, compiled: bool = False) -> None:
+def print_tables(out: Console, *, compiled: bool = False) -> None:
     """Print the tables; with `compiled` also the setting "graph", which takes minutes."""
     notes: list[str] = []
     errors = measure(settings=[setting for setting in SETTINGS if compiled or setting != "graph"])
-    for table in (*tables(errors, notes), *other_libraries()):
+    for table in (*error_tables(errors, notes), *other_libraries()):
         out.print(table.rich())
     for n, note in enumerate(notes, 1):
         out.print(f"[{n}] {note}", markup=False, highlight=False)
-    if missing := accuracy.absent():
+    if missing := accuracy.missing_peers():
         out.print(f"Not installed: {', '.join(missing)}.")

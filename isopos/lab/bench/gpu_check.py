@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from isopos.lab.bench import gpu_rows
-from isopos.lab.bench.gpu_rows import MACHINE, MARK, Row
+from isopos.lab.bench.gpu_rows import MACHINE, MARK, GpuRow
+from isopos.lab.reports.grids import markdown
 from isopos.ops import gpu as gate
 from isopos.ops.trust import OPERATIONS, PATH, RESULTS, Passed
 
@@ -118,7 +119,7 @@ class Worker:
             self.process = None
 
 
-class Check:
+class CheckRun:
     """A run of `isopos gpu-check` in a folder.
 
     Args:
@@ -162,7 +163,7 @@ class Check:
                     "choose another folder"
                 )
 
-    def run(self, rows: Sequence[Row], jobs: int) -> None:
+    def run(self, rows: Sequence[GpuRow], jobs: int) -> None:
         """Run rows in several processes, in order, until the deadline. Rows that it cuts are left for a later run."""
         pending = [row for row in rows if row.name not in self.results]
         self.workers += [Worker(self.options, self.folder) for _ in range(min(jobs, len(pending)) - len(self.workers))]
@@ -228,7 +229,7 @@ def _aside(result: Mapping[str, Any]) -> str:
     return f": {', '.join(ratios)}" if ratios else ""
 
 
-def passed(results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passed]:
+def passed(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> list[Passed]:
     """What is right by all rows of an operation and a dtype: none is left, none has failed, and both kinds have passed.
 
     Sections that concern all operations must not have failed. On a GPU, small sizes prove nothing.
@@ -249,7 +250,7 @@ def passed(results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passe
     return found
 
 
-def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, Row]) -> list[Passed]:
+def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> list[Passed]:
     """Write the page and the file for ISOPOS_TRITON=auto; what has passed."""
     proven = passed(results, rows)
     kernels = results.get(MACHINE, {}).get("kernels", "")
@@ -259,18 +260,11 @@ def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, Row]) 
     return proven
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    lines = [titles, ["---"] * len(titles), *rows]
-    return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines), ""]
-
-
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.3g} ms"
 
 
-def page(results: Mapping[str, Result], rows: Mapping[str, Row]) -> str:
+def page(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> str:
     """The results as a page in Markdown."""
     machine = results.get(MACHINE, {})
     about = ", ".join(f"{name} {machine[name]}" for name in machine if name not in ("row", "status", "usable", "seconds"))
@@ -281,7 +275,8 @@ def page(results: Mapping[str, Result], rows: Mapping[str, Row]) -> str:
     lines += [f"{', '.join(f'{count} {status}' for status, count in counts.items())}, {len(left)} left.", ""]
     checks = [row for row in done.values() if "races" not in row]
     cells = [(row["row"], row["status"], _aside(row).removeprefix(": ")) for row in checks]
-    lines += ["## Checks", "", *_table(("row", "status", "largest error, or what is wrong"), cells), "## Times", ""]
+    table = [markdown(("row", "status", "largest error, or what is wrong"), cells), ""] if cells else []
+    lines += ["## Checks", "", *table, "## Times", ""]
     cells = []
     for race in (race for row in done.values() for race in row.get("races", ())):
         times = _milliseconds(race["seconds"]), _milliseconds(race["baseline seconds"])
@@ -289,7 +284,8 @@ def page(results: Mapping[str, Result], rows: Mapping[str, Row]) -> str:
         cells.append(
             (race["workload"], race["baseline"], *times, ratio or race["note"], race["goal"] or "", race["verdict"])
         )
-    lines += _table(("workload", "compared with", "ours", "baseline", "ratio", "goal", "verdict"), cells)
+    titles = ("workload", "compared with", "ours", "baseline", "ratio", "goal", "verdict")
+    lines += [markdown(titles, cells), ""] if cells else []
     lines += ["## Rows that are left", "", *(f"- {name}" for name in left), ""] if left else []
     return "\n".join(lines)
 
@@ -314,24 +310,24 @@ def main(arguments: Sequence[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (gate.interpreted() and given.small):
         raise ValueError("gpu-check: expected a GPU, or TRITON_INTERPRET=1 with --small, got a machine without one")
-    rows = {name: row for name, row in gpu_rows.rows().items() if given.only in name}
+    rows = {name: row for name, row in gpu_rows.all_rows().items() if given.only in name}
     if not rows:
         raise ValueError(f"only: expected a part of a row's name, such as accuracy, got {given.only!r}")
     folder = Path(given.out)
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * given.minutes
-    check = Check(folder, ["--device", device, *["--small"] * given.small], deadline)
+    check = CheckRun(folder, ["--device", device, *["--small"] * given.small], deadline)
     try:
         check.identify()
         check.run([row for row in rows.values() if row.section in PARALLEL], given.jobs)
         check.run([row for row in rows.values() if row.section not in PARALLEL], 1)
     finally:
         check.stop()
-        proven = write(folder, check.results, gpu_rows.rows())
+        proven = write(folder, check.results, gpu_rows.all_rows())
     return _end(folder, check.results, rows, proven)
 
 
-def _end(folder: Path, results: Mapping[str, Result], rows: Mapping[str, Row], proven: Sequence[Passed]) -> int:
+def _end(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow], proven: Sequence[Passed]) -> int:
     """Print what is left, what has failed and how to switch the kernels on; the exit status."""
     failed = [name for name, row in results.items() if row["status"] == "failed"]
     left = [name for name in rows if name not in results]

@@ -58,21 +58,15 @@ SANITIZER, FAULTS = "compute-sanitizer", 86  # and its exit status where it find
 RUNS = 10  # of which all have the same bits
 
 
-class Place(NamedTuple):
-    """Where rows run.
+class CallSetting(NamedTuple):
+    """Where rows run."""
 
-    Attributes:
-        device: "cuda", or "cpu" for Triton's interpreter.
-        small: Whether sizes are small, for the interpreter.
-        runs: How often a row of repeats runs.
-    """
-
-    device: str = "cuda"
-    small: bool = False
-    runs: int = RUNS
+    device: str = "cuda"  # "cuda", or "cpu" for Triton's interpreter
+    small: bool = False  # whether sizes are small, for the interpreter
+    runs: int = RUNS  # how often a row of repeats runs
 
 
-class Row(NamedTuple):
+class GpuRow(NamedTuple):
     """What a row does.
 
     Attributes:
@@ -85,7 +79,7 @@ class Row(NamedTuple):
 
     name: str
     seconds: float
-    run: Callable[[Place], dict[str, Any]]
+    run: Callable[[CallSetting], dict[str, Any]]
     operation: str = ""
     dtype: str = ""
 
@@ -101,11 +95,11 @@ def _switched(value: str) -> Iterator[None]:
         yield
 
 
-def _scheme(name: str, width: int, heads: int, place: Place) -> Scheme:
+def _scheme(name: str, width: int, heads: int, place: CallSetting) -> Scheme:
     return build(name, width, heads, {"denominator": "plain"}).to(place.device)
 
 
-def _inputs(scheme: Scheme, batch: int, length: int, dtype: str, place: Place) -> list[Tensor]:
+def _inputs(scheme: Scheme, batch: int, length: int, dtype: str, place: CallSetting) -> list[Tensor]:
     """Queries, keys, values and a gradient ``[b h t .]``, seeded."""
     draw, d = torch.Generator().manual_seed(0), scheme.encoding.features
     shapes = [(batch, scheme.heads, length, width) for width in (d, d, d // scheme.width, d // scheme.width)]
@@ -147,7 +141,7 @@ def _differing(run: Callable[[], Sequence[Tensor]], runs: int) -> dict[str, Any]
     return found | {"wrong": f"{other} of {runs - 1} runs have other bits than the first" if other else wrong}
 
 
-def _attention_repeats(name: str, dtype: str, place: Place) -> dict[str, Any]:
+def _attention_repeats(name: str, dtype: str, place: CallSetting) -> dict[str, Any]:
     batch, heads, length, width = (1, 1, 40, 16) if place.small else (4, 8, 2000, 64)
     scheme = _scheme(name, width, heads, place)
     given = _inputs(scheme, batch, length, dtype, place)
@@ -156,7 +150,7 @@ def _attention_repeats(name: str, dtype: str, place: Place) -> dict[str, Any]:
     return _differing(lambda: _pass(scheme, given, linear_attention, torch.float32), place.runs)
 
 
-def _rotation_given(width: int, dtype: str, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+def _rotation_given(width: int, dtype: str, place: CallSetting) -> tuple[Tensor, Tensor, Tensor]:
     """Features ``[b h t d]``, a table that rows share, and a gradient."""
     batch, heads, length = (2, 2, 5) if place.small else (8, 16, 1000)
     draw = torch.Generator().manual_seed(0)
@@ -180,7 +174,7 @@ def _unrotated(x: Tensor, table: Tensor) -> str:
     return gate.unreadable("rotation", x, table) or triton_rotate.refuses(x, table, lifted=False, adjoint=False)
 
 
-def _rotation_repeats(dtype: str, place: Place) -> dict[str, Any]:
+def _rotation_repeats(dtype: str, place: CallSetting) -> dict[str, Any]:
     x, table, grad = _rotation_given(16 if place.small else 64, dtype, place)
     if why := _unrotated(x, table):
         return {"absent": why}
@@ -195,7 +189,7 @@ def _decoded(scheme: Scheme, given: Sequence[Tensor]) -> tuple[Tensor, type]:
     return torch.cat(tokens, -2), type(stream._steps)
 
 
-def _step_repeats(name: str, dtype: str, place: Place) -> dict[str, Any]:
+def _step_repeats(name: str, dtype: str, place: CallSetting) -> dict[str, Any]:
     batch, heads, length, width = (2, 2, 4, 8) if place.small else (32, 8, 20, 64)
     scheme = _scheme(name, width, heads, place)
     given = _inputs(scheme, batch, length, dtype, place)
@@ -210,7 +204,7 @@ def _judged(errors: dict[str, float], limits: dict[str, float]) -> dict[str, Any
     return {"errors": errors, "wrong": "; ".join(beyond)}
 
 
-def _attention_errors(name: str, width: int, dtype: str, place: Place) -> dict[str, Any]:
+def _attention_errors(name: str, width: int, dtype: str, place: CallSetting) -> dict[str, Any]:
     """Of outputs and of all gradients against the quadratic definition in float64, and those of PyTorch's operations."""
     width = SMALL_WIDTHS[WIDTHS.index(width)] if place.small else width
     scheme = _scheme(name, width, 1 if place.small else 2, place)
@@ -232,7 +226,7 @@ def _attention_errors(name: str, width: int, dtype: str, place: Place) -> dict[s
     return _judged(ours, limits) | {"pytorch": theirs}
 
 
-def _rotation_errors(width: int, dtype: str, place: Place) -> dict[str, Any]:
+def _rotation_errors(width: int, dtype: str, place: CallSetting) -> dict[str, Any]:
     x, table, grad = _rotation_given(16 if place.small else width, dtype, place)
     if why := _unrotated(x, table):
         return {"absent": why}
@@ -242,7 +236,7 @@ def _rotation_errors(width: int, dtype: str, place: Place) -> dict[str, Any]:
     return _judged(dict(zip(names, map(_error, found, exact), strict=True)), dict.fromkeys(names, LIMITS[dtype][0]))
 
 
-def _step_errors(name: str, dtype: str, place: Place) -> dict[str, Any]:
+def _step_errors(name: str, dtype: str, place: CallSetting) -> dict[str, Any]:
     batch, heads, length, width = (1, 2, 6, 8) if place.small else (2, 4, 80, 64)
     scheme = _scheme(name, width, heads, place)
     given = _inputs(scheme, batch, length, dtype, place)
@@ -255,7 +249,7 @@ def _step_errors(name: str, dtype: str, place: Place) -> dict[str, Any]:
     return _judged({"output": _error(out, exact)}, {"output": LIMITS[dtype][0]})
 
 
-def _compiled(name: str, place: Place) -> dict[str, Any]:
+def _compiled(name: str, place: CallSetting) -> dict[str, Any]:
     """One graph of forward and backward pass against the eager run; both have Triton's kernels."""
     width, length = (8, 12) if place.small else (64, 1000)
     scheme, backend = _scheme(name, width, 2, place), "aot_eager" if place.small else "inductor"
@@ -266,7 +260,7 @@ def _compiled(name: str, place: Place) -> dict[str, Any]:
     return _judged(dict(zip(names, map(_error, found, eager), strict=True)), dict.fromkeys(names, 1e-4))
 
 
-def _memcheck(names: Sequence[str], seconds: float, place: Place) -> dict[str, Any]:
+def _memcheck(names: Sequence[str], seconds: float, place: CallSetting) -> dict[str, Any]:
     """Rows under compute-sanitizer, each with two runs; PyTorch's cache of memory is off, so that bounds are seen."""
     tool = shutil.which(SANITIZER) or next(map(str, Path("/usr/local").glob(f"cuda*/bin/{SANITIZER}")), None)
     if tool is None:
@@ -284,7 +278,7 @@ def _memcheck(names: Sequence[str], seconds: float, place: Place) -> dict[str, A
     return {"wrong": f"exit status {done.returncode}: {' | '.join(said)}"}
 
 
-def _race(contest: races.Race, place: Place, *, section: str = "attention", more: bool = False) -> dict[str, Any]:
+def _race(contest: races.Race, place: CallSetting, *, section: str = "attention", more: bool = False) -> dict[str, Any]:
     """Times of a race's workloads in interleaved rounds."""
     if more and (why := _no_peers(contest)):
         return {"absent": why}
@@ -314,27 +308,27 @@ def _no_peers(contest: races.Race) -> str:
     return reasons[0] if all(reasons) else ""
 
 
-def _checks() -> Iterator[Row]:
+def _checks() -> Iterator[GpuRow]:
     """Rows that are right or wrong."""
     both = tuple(DTYPES)
     for name, dtype in (("rope", "bfloat16"), ("retnet", "float32"), ("permuteformer", "bfloat16")):
-        yield Row(f"repeat: step, {name}, {dtype}", 60, partial(_step_repeats, name, dtype), "step", dtype)
+        yield GpuRow(f"repeat: step, {name}, {dtype}", 60, partial(_step_repeats, name, dtype), "step", dtype)
     for dtype in both:
-        yield Row(f"repeat: rotation, {dtype}", 60, partial(_rotation_repeats, dtype), "rotation", dtype)
+        yield GpuRow(f"repeat: rotation, {dtype}", 60, partial(_rotation_repeats, dtype), "rotation", dtype)
     for name, dtype in itertools.product(("rope", "none", "retnet"), both):
-        yield Row(f"repeat: attention, {name}, {dtype}", 90, partial(_attention_repeats, name, dtype), "attention", dtype)
+        yield GpuRow(f"repeat: attention, {name}, {dtype}", 90, partial(_attention_repeats, name, dtype), "attention", dtype)
     for width, dtype, name in itertools.product(WIDTHS, both, SCHEMES):
         run = partial(_attention_errors, name, width, dtype)
-        yield Row(f"accuracy: attention, {name}, d={width}, {dtype}", 90, run, "attention", dtype)
+        yield GpuRow(f"accuracy: attention, {name}, d={width}, {dtype}", 90, run, "attention", dtype)
         if name == SCHEMES[-1]:
             run = partial(_rotation_errors, width, dtype)
-            yield Row(f"accuracy: rotation, d={width}, {dtype}", 60, run, "rotation", dtype)
+            yield GpuRow(f"accuracy: rotation, d={width}, {dtype}", 60, run, "rotation", dtype)
     for dtype, name in itertools.product(both, SCHEMES):
-        yield Row(f"decoding: {name}, {dtype}", 60, partial(_step_errors, name, dtype), "step", dtype)
+        yield GpuRow(f"decoding: {name}, {dtype}", 60, partial(_step_errors, name, dtype), "step", dtype)
     for name in ("rope", "lrpe-unitary"):
-        yield Row(f"compile: {name}, float32", 120, partial(_compiled, name))
+        yield GpuRow(f"compile: {name}, float32", 120, partial(_compiled, name))
     names = [f"repeat: {what}, bfloat16" for what in ("step, rope", "rotation", "attention, rope", "attention, retnet")]
-    yield Row("memcheck: repeats in bfloat16", 180, partial(_memcheck, names, 175.0))
+    yield GpuRow("memcheck: repeats in bfloat16", 180, partial(_memcheck, names, 175.0))
 
 
 DECAYED = f"{gpu.PLAIN}, retnet decay"
@@ -349,7 +343,7 @@ def _attention_race(passing: Any, length: int, width: int, pairs: Mapping[tuple[
     return races.Race("attention", passing, races.Shape(length, 8, 16, width), known if pairs is None else pairs)
 
 
-def _times() -> Iterator[Row]:
+def _times() -> Iterator[GpuRow]:
     """Rows of times, which run alone. `isopos bench --device cuda` has more of them, and PyTorch's operations."""
     both, forward = races.BOTH, races.FORWARD
     for passing, length, width in (
@@ -357,31 +351,31 @@ def _times() -> Iterator[Row]:
         *((forward, 4096, 64), (both, 65536, 64), (both, 65536, 128)),
     ):
         contest = _attention_race(passing, length, width)
-        yield Row(f"time: attention, {passing}, {contest.shape}", 100, partial(_race, contest))
+        yield GpuRow(f"time: attention, {passing}, {contest.shape}", 100, partial(_race, contest))
         if (passing, length, width) == (both, 16384, 64):
             for contest in gpu.ROTARY:
                 run = partial(_race, contest, section="rotary")
-                yield Row(f"time: rotation, {contest.passing}, {contest.shape}", 60, run)
+                yield GpuRow(f"time: rotation, {contest.passing}, {contest.shape}", 60, run)
             for contest in gpu.DECODE:
-                yield Row(f"time: step, {contest.shape}", 60, partial(_race, contest, section="decode"))
+                yield GpuRow(f"time: step, {contest.shape}", 60, partial(_race, contest, section="decode"))
     for length, width in ((4096, 64), (16384, 64), (16384, 128)):
         contest = _attention_race(both, length, width, FLA)
-        yield Row(f"time: fla, {both}, {contest.shape}", 150, partial(_race, contest, more=True))
+        yield GpuRow(f"time: fla, {both}, {contest.shape}", 150, partial(_race, contest, more=True))
 
 
 @cache
-def rows() -> dict[str, Row]:
+def all_rows() -> dict[str, GpuRow]:
     """All rows by name, most important first."""
     return {row.name: row for row in (*_checks(), *_times())}
 
 
-def machine(place: Place) -> dict[str, Any]:
+def machine(place: CallSetting) -> dict[str, Any]:
     """What results depend on: the device, versions, and the kernels' source."""
     device = torch.device(place.device)
     found = {"device": trust.device_name(device), "torch": torch.__version__, "triton": trust.triton_version()}
     found |= {
         "isopos": __version__,
-        "kernels": trust.fingerprint(),
+        "kernels": trust.kernels_fingerprint(),
         "python": platform.python_version(),
         "small": place.small,
     }
@@ -397,14 +391,14 @@ def machine(place: Place) -> dict[str, Any]:
     return found
 
 
-def result(name: str, place: Place) -> dict[str, Any]:
+def result(name: str, place: CallSetting) -> dict[str, Any]:
     """Run a row; its result with its status: passed, failed, measured or absent. An error is a failure.
 
     "usable" is false if the device does not answer any more, as after some errors.
     """
     start = time.perf_counter()
     try:
-        found = machine(place) if name == MACHINE else rows()[name].run(place)
+        found = machine(place) if name == MACHINE else all_rows()[name].run(place)
     except Exception as error:
         traceback.print_exc()
         found = {"wrong": f"{type(error).__name__}: {error}"[:1000]}
@@ -415,7 +409,7 @@ def result(name: str, place: Place) -> dict[str, Any]:
     return own | found
 
 
-def _usable(place: Place) -> bool:
+def _usable(place: CallSetting) -> bool:
     try:
         if place.device == "cuda":
             torch.cuda.synchronize()
@@ -445,11 +439,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--runs", type=int, default=RUNS)
     given = parser.parse_args(arguments)
-    place, failed = Place(given.device, given.small, given.runs), False
+    place, failed = CallSetting(given.device, given.small, given.runs), False
     _watch_parent()
     torch.set_num_threads(min(4, torch.get_num_threads()))
     os.environ[gate.SWITCH] = "any"
-    hopper = place.device == "cuda" and trust.generation(torch.device("cuda")) == trust.HOPPER
+    hopper = place.device == "cuda" and trust.compute_generation(torch.device("cuda")) == trust.HOPPER
     if hopper and trust.PATH not in os.environ and (newest := trust.newest_ptxas()):
         os.environ[trust.PATH] = newest
     if not given.names:

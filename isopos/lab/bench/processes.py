@@ -19,7 +19,7 @@ import torch
 
 from isopos.attention import linear_attention
 from isopos.lab.bench import gpu, races
-from isopos.lab.bench.races import Shape, scheme_of
+from isopos.lab.bench.races import Shape, scheme_for
 from isopos.lab.timing import Row, at_most, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
@@ -60,10 +60,7 @@ def section(
     """Measure a section in this process.
 
     Args:
-        name: Name of the section.
-        rounds: Largest number of rounds.
         longest: Largest length of sequences, for a quick trial.
-        device: Device of the workloads.
         done: Titles of existing rows; races whose rows all exist are left out.
     """
     existing, options = {tuple(title) for title in done}, {}
@@ -102,11 +99,11 @@ def in_variants(
     """Measure a section once per variant, each in a process; yield rows as they come, without races that are done."""
     for variant, environment in variants.items():
         titles = [(row.workload, row.baseline) for row in done if (row.section, row.variant) == (name, variant)]
-        for content in stream("section", environment, name=name, rounds=rounds, device=device, done=titles):
+        for content in results_of_child("section", environment, name=name, rounds=rounds, device=device, done=titles):
             yield replace(Row.from_json(content), variant=variant)
 
 
-def stream(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Any]:
+def results_of_child(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Iterator[Any]:
     """Run a function of `FUNCTIONS` in a child process; yield its results as they come."""
     command = [sys.executable, "-m", MODULE, function, json.dumps(arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
@@ -126,13 +123,13 @@ def stream(function: str, environment: Mapping[str, str] | None = None, **argume
 
 def call(function: str, **arguments: Any) -> Any:
     """Run a function of `FUNCTIONS` in a child process; return its result."""
-    (result,) = stream(function, **arguments)
+    (result,) = results_of_child(function, **arguments)
     return result
 
 
 def rotation_error(shape: Shape) -> Row:
     """Largest error of rotary queries against float64."""
-    rope, x = scheme_of("rope", shape).encoding, torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim)
+    rope, x = scheme_for("rope", shape).encoding, torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim)
     float32, float64 = (rope(sequence(shape.length), dtype) for dtype in (torch.float32, torch.float64))
     error = (float32(x).double() - float64(x.double())).abs().max() / x.abs().max()
     unit = "largest error against float64, of the largest feature"
@@ -155,7 +152,7 @@ def memory(lengths: tuple[int, ...] = LENGTHS, longest: int = LONG) -> Iterator[
 
 def peak(spec: str, shape: Shape) -> float:
     """Peak resident memory of a forward and backward pass above its inputs, as a multiple of the bytes of q."""
-    scheme = scheme_of(spec, shape)
+    scheme = scheme_for(spec, shape)
     sizes = (shape.batch, shape.heads, shape.length, shape.head_dim)
     inputs, small = ([torch.randn(size).requires_grad_() for _ in range(3)] for size in (sizes, (*sizes[:2], 256, sizes[3])))
     out = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
@@ -168,7 +165,7 @@ def peak(spec: str, shape: Shape) -> float:
 
 def long(spec: str, shape: Shape) -> float:
     """Peak resident memory of a forward pass without gradients above inputs and output, in MiB."""
-    scheme = scheme_of(spec, shape)
+    scheme = scheme_for(spec, shape)
     q, k, v = (torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim) for _ in range(3))
     with torch.no_grad():
         linear_attention(*(x[..., :512, :] for x in (q, k, v)), causal=True, **scheme.at(sequence(min(512, shape.length))))
@@ -197,7 +194,7 @@ def construction(rounds: int, nodes: int = NODES) -> Iterator[Row]:
         yield Row("construction", f"operators of a binary tree, {nodes:,} nodes, d=64 H=1", figure=figure, unit=unit)
 
 
-def tree(nodes: int) -> dict[str, float]:
+def tree_operators(nodes: int) -> dict[str, float]:
     """Seconds, peak bytes above the start, and result bytes of the operators of a complete binary tree."""
     row = torch.arange(nodes)
     positions = torch.stack(((row - 1).div(2, rounding_mode="floor"), (row - 1) % 2), -1)
@@ -224,7 +221,7 @@ FUNCTIONS = {
     "section": lambda **arguments: (row.to_json() for row in section(**arguments)),
     "peak": lambda spec, shape: [peak(spec, Shape(*shape))],
     "long": lambda spec, shape: [long(spec, Shape(*shape))],
-    "tree": lambda nodes: [tree(nodes)],
+    "tree": lambda nodes: [tree_operators(nodes)],
 }
 
 

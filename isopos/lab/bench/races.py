@@ -65,18 +65,18 @@ def workload_of(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> 
     return WORKLOADS[name](shape)
 
 
-def scheme_of(spec: str, shape: Shape) -> Scheme:
+def scheme_for(spec: str, shape: Shape) -> Scheme:
     """A scheme, with options, for the heads of a shape."""
     name, options = split_spec(spec)
     return build(name, shape.head_dim, shape.heads, options)
 
 
 def _attention(shape: Shape, spec: str = "none", *, causal: bool = True):
-    return partial(linear_attention, **scheme_of(spec, shape).at(sequence(shape.length)), causal=causal)
+    return partial(linear_attention, **scheme_for(spec, shape).at(sequence(shape.length)), causal=causal)
 
 
 def _layer(shape: Shape, spec: str):
-    scheme = scheme_of(spec, shape)
+    scheme = scheme_for(spec, shape)
     layer = Attention(shape.heads * shape.head_dim, scheme)
     return partial(layer, at=scheme.at(sequence(shape.length)), causal=True)
 
@@ -97,13 +97,13 @@ def _divided_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rotation(shape: Shape):
-    rho = scheme_of("rope", shape).encoding(sequence(shape.length))
+    rho = scheme_for("rope", shape).encoding(sequence(shape.length))
     return lambda q, k: (rho(q), rho(k))
 
 
 def _table(shape: Shape) -> Tensor:
     """Cosines and sines in float32 ``[t d/2 2]``."""
-    return scheme_of("rope", shape).encoding(sequence(shape.length)).table[0]
+    return scheme_for("rope", shape).encoding(sequence(shape.length)).table[0]
 
 
 def _half_split(shape: Shape):
@@ -130,7 +130,7 @@ def _stacked(shape: Shape):
 
 def _stream(shape: Shape, spec: str = ""):
     """Decoding steps that return a new state, with a scheme at advancing positions, or without a scheme."""
-    scheme, state, position = scheme_of(spec, shape) if spec else None, State(), 0
+    scheme, state, position = scheme_for(spec, shape) if spec else None, State(), 0
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state, position
@@ -205,8 +205,8 @@ WORKLOADS: dict[str, Callable[[Shape], Any]] = {
     "decoding step": _stream,
     "decoding step of a scheme, no positions": partial(_stream, spec="none"),
     "decoding step of a scheme, rotary": partial(_stream, spec="rope"),
-    "prepared step, no positions": lambda shape: Stream(scheme_of("none", shape)),
-    "prepared step, rotary": lambda shape: Stream(scheme_of("rope", shape)),
+    "prepared step, no positions": lambda shape: Stream(scheme_for("none", shape)),
+    "prepared step, rotary": lambda shape: Stream(scheme_for("rope", shape)),
     "add_ to the state": _added,
     "mul_ of the state": _scaled,
     "einsum step": _einsum_step,
@@ -322,10 +322,6 @@ def race(
     """Run a race; yield a row per pair. A row says why there is no ratio: not installed, out of memory, or an error.
 
     Args:
-        section: Section of the rows.
-        contest: The race.
-        rounds: Largest number of rounds.
-        device: Device of the workloads.
         dtype: Dtype of queries, keys and values.
         limit: Seconds after which no further round starts, after three rounds.
     """
@@ -338,7 +334,7 @@ def race(
         with torch.device(device):  # for every tensor created here
             inputs = _inputs(what, shape, passing, dtype, tokens_first=device != "cpu")
             grads = _grads(what, inputs)
-            for name in ceilings.measured(names):
+            for name in ceilings.measurement_names(names):
                 if name not in notes:
                     with _noted(notes, name):
                         workloads[name] = _one_pass(name, what, shape, passing, inputs, grads)
@@ -353,7 +349,7 @@ def race(
     seconds |= ceilings.scaled(seconds, *size, device=device, gradients=passing == BOTH, causal=contest.causal)
     for title, ((ours, other), goal) in zip(contest.titles(), contest.pairs.items(), strict=True):
         times = seconds.get(ours, []), seconds.get(other, [])
-        reasons = (notes[name] for name in (ENTIRE_RACE, ours, *ceilings.measured([other])) if name in notes)
+        reasons = (notes[name] for name in (ENTIRE_RACE, ours, *ceilings.measurement_names([other])) if name in notes)
         yield Row(section, *title, goal, *times, note=next(reasons, ""))
 
 

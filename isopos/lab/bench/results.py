@@ -81,7 +81,7 @@ def target(out: str, *, keep: bool = False) -> Path | None:
     return folder
 
 
-def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
+def earlier_rows(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
     """The rows of an earlier run in a folder; ValueError if the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
@@ -93,7 +93,7 @@ def read(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
     return [Row.from_json(row) for row in content["rows"]]
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
+def latest_rows(rows: Sequence[Row]) -> list[Row]:
     """Each row once, in its latest measurement; sorted by section, with variants of a workload next to each other."""
     variants: dict[tuple[str, str, str, str], dict[str, Row]] = {}
     for row in rows:
@@ -103,7 +103,7 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     return sorted(merged, key=lambda row: sections.index(row.section))
 
 
-def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> Path:
+def write_results(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> Path:
     """Write rows and machine as JSON; return the path."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
@@ -117,7 +117,7 @@ def write(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: 
     return folder / DATA
 
 
-def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
+def draw_chart(folder: Path, rows: Sequence[Row]) -> list[Path]:
     """Draw a chart of the rows that have a ratio; return the files written."""
     raced = [row for row in rows if row.raced and row.section != "growth"]
     if not raced:

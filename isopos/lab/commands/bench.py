@@ -50,7 +50,7 @@ def run(options: Options, console: Console) -> int:
     if options.compiled and section != "exactness":
         raise ValueError(f"compiled: expected the section exactness, got {section}")
     if section == "exactness":
-        exactness.console(console, compiled=options.compiled)
+        exactness.print_tables(console, compiled=options.compiled)
         return 0
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
@@ -62,7 +62,7 @@ def run(options: Options, console: Console) -> int:
     require(unused, ignored, f"all on {options.device}, whose option is --{used}", ignored == "all")
     variants = processes.variants_of(device, options.state or getattr(options, used))
     folder = results.target(options.out, keep=not (options.overwrite or options.resume))
-    rows = results.read(folder, rounds, device) if options.resume and folder else []
+    rows = results.earlier_rows(folder, rounds, device) if options.resume and folder else []
     names = [name for name in (processes.SECTIONS if device == "cpu" else gpu.RACES) if section in ("all", name)]
     if names:
         console.print(results.heading(rounds, device))
@@ -70,12 +70,12 @@ def run(options: Options, console: Console) -> int:
     for name in names:
         with console.status(name):
             for row in processes.in_variants(name, variants, rounds, device, rows):
-                rows = results.merged([*rows, row])
+                rows = results.latest_rows([*rows, row])
                 if folder is not None:  # after every row: an interruption keeps the rows so far
-                    written = [results.write(folder, rows, command, rounds, device)]
-        console.print(grids.console(titles(device), [row.cells() for row in rows if row.section == name]))
+                    written = [results.write_results(folder, rows, command, rounds, device)]
+        console.print(grids.console_table(titles(device), [row.cells() for row in rows if row.section == name]))
         if folder is not None:
-            written += results.draw(folder, rows)
+            written += results.draw_chart(folder, rows)
     if device == "cpu" and section in ("all", "accuracy"):
         console.print(accuracy.accuracy())
     grids.say(console, *(f"wrote {path}" for path in written))

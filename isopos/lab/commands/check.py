@@ -9,7 +9,7 @@ from rich.console import Console
 from isopos.catalog import CATALOG, own_module
 from isopos.lab.commands import bounded
 from isopos.lab.runs.files import printable
-from isopos.spec import split_spec
+from isopos.spec import read, split_spec
 
 if TYPE_CHECKING:
     from isopos.encodings import Encoding
@@ -59,7 +59,8 @@ def _subject(options: Options) -> "Encoding | Scheme":
     from isopos.scheme import Scheme
     from isopos.schemes import build, closest
 
-    name, _, attribute = options.subject.partition(":")
+    whole, entry = read("subject", options.subject).cut(":")
+    name, attribute = whole.text, entry.text if entry else ""
     if name in CATALOG or not attribute or "=" in attribute:
         scheme, choices = split_spec(options.subject)
         return build(scheme, options.head_dim, options.heads, choices)

@@ -93,7 +93,7 @@ def run(options: Options, console: Console) -> int:
     """Run a comparison; return 0, or 130 after Ctrl-C (143: SIGTERM), when the report shows the finished runs."""
     import torch
 
-    from isopos.lab.training.memory import check_memory
+    from isopos.lab.training.run import check_memory
 
     recipes, folder, warnings = _check(options)
     source = recipes[0]

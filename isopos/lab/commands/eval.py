@@ -12,7 +12,7 @@ from isopos.lab.commands import rule_of
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.runs.files import read_json, write_json
-from isopos.lab.runs.folders import fingerprint, read_rows
+from isopos.lab.runs.folders import data_fingerprint, read_rows
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
 from isopos.spec import read
@@ -52,7 +52,7 @@ def run(options: Options, console: Console) -> int:
     require("sequence_parallel", count, "a number from 1 on", count >= 1)
     keys = options.sequence_keys
     require("sequence_keys", keys, "gather without sequence_parallel", count > 1 or keys == "gather")
-    recipe, _ = checkpoints.build_model(Path(options.run))
+    recipe, _ = checkpoints.untrained_model(Path(options.run))
     if count == 1:
         return _member(0, device, options, console)
     recipe = recipe.edit(sequence_parallel=count, devices=count, nodes=1, accumulate=1, sequence_keys=keys)
@@ -67,23 +67,19 @@ def _member(rank: int, device: str, options: Options, console: Console | None = 
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)
-    recipe, model = checkpoints.build_model(folder)
+    recipe, model = checkpoints.untrained_model(folder)
     recipe, model = recipe.edit(device=device), model.to(device)
     console = console or Console(width=150)
     console.quiet = rank > 0
-    with locked(folder) if rank == 0 else nullcontext(), _over(options, model):
+    over = nullcontext()  # or that in which samples are in the processes of the default group
+    if options.sequence_parallel > 1:
+        import torch.distributed as dist
+
+        from isopos.lab.training.group import group_by_keys
+
+        over = model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
+    with locked(folder) if rank == 0 else nullcontext(), over:
         return _score(options, console, folder, recipe, model)
-
-
-def _over(options: Options, model: Any) -> Any:
-    """The context in which a model's samples are in the processes of the default group, if there are several."""
-    if options.sequence_parallel == 1:
-        return nullcontext()
-    import torch.distributed as dist
-
-    from isopos.lab.training.group import group_by_keys
-
-    return model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
 
 
 def _score(options: Options, console: Console, folder: Path, recipe: Recipe, model: Any) -> int:
@@ -126,7 +122,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     choices += f", extended by {options.extend}" if options.extend else ""
     choices += ", not the data of training" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")
-    console.print(grids.console([*lengths, *(metric.title for metric in metrics), ""], rows))
+    console.print(grids.console_table([*lengths, *(metric.title for metric in metrics), ""], rows))
     reasons = [row[-1] for view, row in zip(views, rows, strict=True) if figures[str(view.multiple)] is None]
     if reasons and (options.length or len(reasons) == len(rows)):
         raise ValueError(reasons[0])
@@ -135,7 +131,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
 
 def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> tuple[Data, bool]:
     """Load the data of a run; return it, and whether it differs from the data of training."""
-    before = fingerprint(folder)
+    before = data_fingerprint(folder)
     data = recipe.task.load(recipe, console, run=folder)
     if (other := before not in ("", data.sha256)) and not options.other_data:
         raise ValueError(
@@ -156,7 +152,8 @@ def _views(options: Options, task: Task) -> list[View]:
     )
     require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
-    choices = tuple(_choice(text) for text in options.view)
+    entries = [read("view", text).entry("NAME=NUMBER") for text in options.view]
+    choices = tuple((name, value.whole_number("NAME=NUMBER")) for name, value in entries)
     views = [View(options.split, multiple, options.scored, options.limit, choices) for multiple in multiples]
     for view in views:
         require("length", view.multiple, "multiples from 1 on", view.multiple >= 1)
@@ -182,9 +179,3 @@ def _extend(spec: str, model: Any, task: Task, view: View) -> None:
             scheme.extend(name, **{"factor": extent[0], "trained": extent[1]} | values)
         except TypeError as error:
             raise ValueError(f"extend: {error}") from None
-
-
-def _choice(text: str) -> tuple[str, int]:
-    """Parse NAME=NUMBER, a choice of a task."""
-    name, value = read("view", text).entry("NAME=NUMBER")
-    return name, value.whole_number("NAME=NUMBER")

@@ -19,7 +19,7 @@ class Options:
 
 def run(options: Options, console: Console) -> int:
     """Print the answers to all questions, or to those about a task with the figures behind them."""
-    questions = recommendations.load()
+    questions = recommendations.load_questions()
     tasks = list(dict.fromkeys(each.task for each in questions))
     if options.task:
         expect("task with results", options.task, tasks)
@@ -29,7 +29,7 @@ def run(options: Options, console: Console) -> int:
             for comparison in question.comparisons if options.task else ():
                 rows = recommendations.cells(comparison)
                 console.print(
-                    grids.console(recommendations.HEADER, rows, "llrrl", title=recommendations.caption(comparison))
+                    grids.console_table(recommendations.HEADER, rows, "llrrl", title=recommendations.caption(comparison))
                 )
                 console.print()
     if not options.task:

@@ -27,7 +27,7 @@ def run(options: Options, console: Console) -> int:
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")
     rows = [_cells(run, run.relative_to(folder).as_posix()) for run in runs]
-    console.print(grids.console(("run", "scheme", "status", "step", "loss (nats)", "score", "when"), rows, "lllrrrl"))
+    console.print(grids.console_table(("run", "scheme", "status", "step", "loss (nats)", "score", "when"), rows, "lllrrrl"))
     return 0
 
 

@@ -27,5 +27,5 @@ def run(options: Options, console: Console) -> int:
     from isopos.lab.reports import plots
 
     bounded(options, head_dim=65_536, heads=4_096, reach=4_096)
-    print(printable(str(plots.show(**vars(options)))))
+    print(printable(str(plots.draw_kernel(**vars(options)))))
     return 0

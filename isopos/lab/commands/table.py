@@ -29,7 +29,7 @@ from isopos.lab.reports.progress import Bars
 from isopos.lab.reports.rates import best_rate
 from isopos.lab.runs import cluster, signals
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import check_same_recipe, fingerprint, read_recipe, run_folder
+from isopos.lab.runs.folders import check_same_recipe, data_fingerprint, read_recipe, run_folder
 from isopos.lab.runs.locks import holder, try_lock
 from isopos.lab.tables.loader import (
     ABOUT,
@@ -84,8 +84,7 @@ def run(options: Options, console: Console) -> int:
     """Run the missing cells, print the table and write its files; return 0, or 130 after Ctrl-C."""
     table = load_table(options.table).with_steps(options.scale, options.steps)  # before torch is imported
     from isopos.lab.reports import paper
-    from isopos.lab.training.memory import check_memory
-    from isopos.lab.training.run import check_recipe, usable_device
+    from isopos.lab.training.run import check_memory, check_recipe, usable_device
 
     endings = [str(ending) for ending in (options.steps, options.name) if ending]
     folder = run_folder("-".join((table.name, options.scale, *endings)))
@@ -171,7 +170,7 @@ def _check_rates(table: PaperTable, recipes: Mapping[str, Recipe], rates: Sequen
 def _check_data(cells: Sequence[Cell], sets: Mapping[str, Data]) -> None:
     """Raise a ValueError if finished cells have other data."""
     for cell in cells:
-        if fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
+        if data_fingerprint(cell.folder) not in ("", sets[cell.corpus].sha256):
             name = sets[cell.corpus].name
             raise ValueError(f"data: {cell.folder} has other data than {name}; choose a --name for these data")
 

@@ -58,7 +58,6 @@ def default(arguments: Sequence[str]) -> Options:
 def run(options: Options, console: Console) -> int:
     """Train and return the exit status: 0, or 1 if training diverged."""
     from isopos.lab.training import run as training
-    from isopos.lab.training.memory import check_memory
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
     console.quiet = not first
@@ -76,7 +75,7 @@ def run(options: Options, console: Console) -> int:
         check_vacant(folder, overwrite=overwrite)
     data = recipe.task.load(recipe, console)
     recipe = data.infer(recipe)
-    check_memory(recipe)
+    training.check_memory(recipe)
     grids.say(console, f"data: {data.name}, {data.summary}")
     grids.warn(console, *warnings)
     task = recipe.task

@@ -76,7 +76,6 @@ class Ragged:
     """Appends sequences of different lengths to an array NAME-tokens, and their ends there to NAME-starts.
 
     Args:
-        writer: Writes both arrays.
         name: Prefix of their names.
         values: Number of different tokens, which determines the dtype.
     """
@@ -109,7 +108,7 @@ def in_memory(fill: Fill) -> Arrays:
     facts = fill(writer)
     about = writer.about()
     arrays = {n: np.frombuffer(files[n].getvalue(), one["dtype"]).reshape(one["shape"]) for n, one in about.items()}
-    return Arrays(arrays, facts, key_of(about, facts))
+    return Arrays(arrays, facts, hash_of(about, facts))
 
 
 def cached_arrays(root: Path, key: str, fill: Fill) -> Arrays:
@@ -124,21 +123,21 @@ def cached_arrays(root: Path, key: str, fill: Fill) -> Arrays:
             writer = Writer(lambda name: stack.enter_context((folder / f"{name}.bin").open("wb")))
             facts = fill(writer)
         about = writer.about()
-        contents = {"arrays": about, "facts": facts, "sha256": key_of(about, facts)}
+        contents = {"arrays": about, "facts": facts, "sha256": hash_of(about, facts)}
         (folder / ABOUT).write_text(json.dumps(contents) + "\n")
 
     folder = cache.cached_folder(root, key, build)
     remedy = f"remove {folder}, and it is prepared again"
     kinds = {"arrays": dict[str, dict[str, Any]], "facts": dict[str, Any], "sha256": str}
     about = read_json(folder / ABOUT, kinds, remedy, lambda value: {"sha256": ""} | value)
-    sha256 = key_of(about["arrays"], about["facts"])
+    sha256 = hash_of(about["arrays"], about["facts"])
     if about["sha256"] not in ("", sha256):  # earlier versions wrote none
         damaged(folder / ABOUT, "its content is not what was written", remedy)
     arrays = {name: _mapped(folder / f"{name}.bin", one, remedy) for name, one in about["arrays"].items()}
     return Arrays(arrays, about["facts"], sha256)
 
 
-def key_of(*values: Any) -> str:
+def hash_of(*values: Any) -> str:
     """A hash of plain values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

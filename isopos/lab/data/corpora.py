@@ -27,13 +27,10 @@ from rich.console import Console
 from torch import Tensor
 
 from isopos.catalog import expect
-from isopos.deprecation import renamed
-from isopos.lab.data.arrays import Arrays, Writer, in_memory, key_of
+from isopos.lab.data.arrays import Arrays, Writer, hash_of, in_memory
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, check_tokenizer, named_split, preparing
 from isopos.lab.data.sources import Source, decoded, find_source, survey, whole_lines
 from isopos.lab.data.tokenizers import Bytes, Tokenizer
-
-__getattr__ = renamed(__name__, {"load": "isopos.lab.data.corpora.load_corpus"})
 
 SMALL = 64 << 20  # plain bytes up to this size stay in memory and need no cache
 FINGERPRINT_VERSION = 1
@@ -173,7 +170,7 @@ def _in_cache(preparation: Preparation, raw: bool, kind: str | Tokenizer, vocabu
     tokenizer = preparation.tokenizer(kind, vocabulary, lambda: text.pieces("train"))
     arrays = preparation.arrays("stream", lambda writer: text.write(writer, tokenizer), tokenizer.fingerprint)
     return _corpus(
-        source, sha256 if raw else key_of(FINGERPRINT_VERSION, text.key, tokenizer.fingerprint)[:32], tokenizer, arrays
+        source, sha256 if raw else hash_of(FINGERPRINT_VERSION, text.key, tokenizer.fingerprint)[:32], tokenizer, arrays
     )
 
 
@@ -208,7 +205,7 @@ class _Text:
     def key(self) -> str:
         """A hash of the text and its parts."""
         parts = [[self.documents.get(name), size] for name, size in self.sizes]
-        return f"text-{key_of(FINGERPRINT_VERSION, self.sha256, self.raw, self.cut, parts)[:32]}"
+        return f"text-{hash_of(FINGERPRINT_VERSION, self.sha256, self.raw, self.cut, parts)[:32]}"
 
     def parts(self, stage: str) -> Iterator[tuple[str, str, int, bytes]]:
         """Split, document, line and block, in the order of the source."""

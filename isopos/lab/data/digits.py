@@ -18,13 +18,13 @@ STROKES: tuple[str, ...] = (
 BLOCK = 500  # images drawn at once
 
 
-def draw(seed: int, count: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_digits(seed: int, count: int, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Images ``[n 1 h w]`` uint8, light on dark, and their digits ``[n]``: a function of the arguments.
 
     The centre of a digit lies in the middle third of the image; its height is two to three fifths of the shorter side.
 
     Examples:
-        >>> pixels, digits = draw(0, 4, 28, 28)
+        >>> pixels, digits = draw_digits(0, 4, 28, 28)
         >>> pixels.shape, pixels.dtype, digits.tolist()
         ((4, 1, 28, 28), dtype('uint8'), [8, 6, 5, 2])
     """

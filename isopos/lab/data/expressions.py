@@ -13,20 +13,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.labelled import assign_splits
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import find_source, lines_of, row_error, two_columns
 from isopos.lab.data.splits import Splits, stored
-
-__getattr__ = renamed(__name__, {"read": "isopos.lab.data.expressions.read_expressions"})
 
 
 def _median(numbers: Sequence[int]) -> int:
@@ -64,20 +62,14 @@ class Misplaced(ValueError):
 
 
 class Expression(NamedTuple):
-    """One sample.
+    """One sample."""
 
-    Args:
-        tokens: Numbers of `TOKENS`.
-        answer: Its value.
-        branches: Largest number of children in its tree; an operator's children are its arguments and the closing bracket.
-    """
-
-    tokens: bytes
-    answer: int
-    branches: int
+    tokens: bytes  # numbers of `TOKENS`
+    answer: int  # its value
+    branches: int  # largest number of children in its tree; an operator's children are its arguments and the closing bracket
 
 
-def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
+def write_expressions(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
     """Write pairs of a split and an expression: SPLIT-tokens and SPLIT-starts, and SPLIT-about, answers and branches."""
     sequences = {split: Ragged(writer, split, 256) for split in SPLITS}
     for split in SPLITS:
@@ -88,7 +80,7 @@ def write(writer: Writer, samples: Iterable[tuple[str, Expression]]) -> None:
 
 
 def splits_of(arrays: Arrays) -> Splits[Expression]:
-    """The expressions that `write` wrote, with the column `about`: answers and branches ``[n 2]``."""
+    """The expressions that `write_expressions` wrote, with the column `about`: answers and branches ``[n 2]``."""
     return Splits(stored(arrays, _expression), arrays.facts, "expressions")
 
 
@@ -116,11 +108,11 @@ def encode(text: str) -> bytes:
     return bytes([NUMBERS[word] for word in words])
 
 
-def to_text(tokens: bytes) -> str:
+def expression_text(tokens: bytes) -> str:
     """The expression of tokens.
 
     Examples:
-        >>> to_text(encode("[MAX 2 [MIN 4 7]]"))
+        >>> expression_text(encode("[MAX 2 [MIN 4 7]]"))
         '[MAX 2 [MIN 4 7 ] ]'
     """
     return " ".join(TOKENS[token] for token in tokens)
@@ -196,10 +188,6 @@ def read_expressions(source: str, console: Console | None = None) -> Splits[Expr
     chosen by a hash of the tokens, so splits are disjoint. Splits made by names may overlap: expressions of test are then
     dropped from validation and train, and expressions of validation from train. Prepared once, then memory-mapped.
 
-    Args:
-        source: A path.
-        console: Shows the progress.
-
     Raises:
         ValueError: If there is nothing to read, or a row is wrong (with file, line and column).
     """
@@ -220,7 +208,7 @@ def read_expressions(source: str, console: Console | None = None) -> Splits[Expr
 
         def fill(writer: Writer) -> dict[str, int]:
             dropped = Counter()
-            write(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), dropped))
+            write_expressions(writer, assign_splits(rows, names, lambda row: (row.tokens, row.tokens), dropped))
             return dict(dropped)
 
         return splits_of(preparation.arrays("expressions", fill))
@@ -253,25 +241,24 @@ def _rows(name: str, lines: Iterable[str]) -> Iterator[Expression]:
         raise _nothing(f"but {name} has none")
 
 
-def generate(
+def generate_expressions(
     seed: int, counts: Sequence[int], *, operators: Sequence[str], depth: int, arguments: int, longest: int
 ) -> Splits[Expression]:
     """Distinct random expressions by the published procedure: an argument is a list with probability 1/4.
 
     Args:
-        seed: Seed of the random numbers.
         counts: Numbers of expressions in train, validation and test.
         operators: Names of `OPERATORS`, equally likely.
         depth: Largest depth of nested lists.
         arguments: Largest number of arguments; all numbers from 2 on are equally likely.
-        longest: Largest number of tokens.
 
     Examples:
-        >>> rows = generate(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
+        >>> rows = generate_expressions(0, (2, 1, 1), operators=("MIN", "MAX"), depth=2, arguments=3, longest=20)
         >>> [len(rows.splits[split]) for split in SPLITS]
         [2, 1, 1]
     """
-    draw = _uniform(seed)
+    random = np.random.default_rng(seed)
+    draw = chain.from_iterable(random.random(1 << 14).tolist() for _ in repeat(None))  # endless, in [0, 1)
 
     def grow(level: int) -> bytes:
         if level and (level == depth or next(draw) >= 0.25):
@@ -288,14 +275,7 @@ def generate(
     splits = (split for split, count in zip(SPLITS, counts, strict=True) for _ in range(count))
 
     def fill(writer: Writer) -> dict[str, int]:
-        write(writer, zip(splits, map(evaluate, different), strict=False))
+        write_expressions(writer, zip(splits, map(evaluate, different), strict=False))
         return {}
 
     return splits_of(in_memory(fill))
-
-
-def _uniform(seed: int) -> Iterator[float]:
-    """Endless random numbers in [0, 1)."""
-    random = np.random.default_rng(seed)
-    while True:
-        yield from random.random(1 << 14).tolist()

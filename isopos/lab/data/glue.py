@@ -20,13 +20,10 @@ import numpy as np
 from rich.console import Console
 
 from isopos.catalog import expect
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer, in_memory
 from isopos.lab.data.prepare import preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.lab.data.tokenizers import Tokenizer
-
-__getattr__ = renamed(__name__, {"load": "isopos.lab.data.glue.load_glue"})
 
 HIGHEST = 5  # score
 SPLITS: tuple[str, ...] = ("train", "validation", "mismatched", "test")
@@ -94,7 +91,6 @@ def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: Console 
         source: As in `read_glue`; empty: `phrases`.
         name: A key of `SUBSETS`.
         tokenizer: Turns texts into tokens.
-        console: Shows the progress.
 
     Raises:
         ValueError: As of `read_glue`, and if train or validation has no row.
@@ -139,7 +135,6 @@ def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tupl
     Args:
         source: A folder or an archive.
         name: A key of `SUBSETS`.
-        dropped: Counts skipped rows.
 
     Raises:
         ValueError: If a row is wrong (with file and line).

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, key_of
-from isopos.lab.data.prepare import SPLITS, OnProgress
+from isopos.lab.data.arrays import Arrays, Writer
+from isopos.lab.data.prepare import SPLITS, OnProgress, generated_arrays
 
 CACHE_VERSION = 1
 NEIGHBOURS = 2  # nearest points that each one is joined to
@@ -28,8 +27,8 @@ def prepare(
             for begin in range(0, count, AT_ONCE):
                 size, rows = min(AT_ONCE, count - begin), []
                 while len(rows) < size:
-                    edges, steps = draw(random, nodes), int(random.integers(1, farthest + 1))
-                    apart = distances(edges, nodes)
+                    edges, steps = draw_graph(random, nodes), int(random.integers(1, farthest + 1))
+                    apart = steps_between(edges, nodes)
                     pairs = np.argwhere(apart == steps if steps < farthest else apart >= steps)
                     if len(pairs):
                         vectors = graph(edges.tolist(), axes, nodes=nodes).numpy()
@@ -40,15 +39,14 @@ def prepare(
                 progressing("drawing graphs", done, sum(counts))
         return {}
 
-    key = key_of(CACHE_VERSION, seed, list(counts), nodes, axes, farthest)
-    return cached_arrays(cache.default_root(), f"graphs-{key[:32]}", fill)
+    return generated_arrays("graphs", fill, CACHE_VERSION, seed, counts, nodes, axes, farthest)
 
 
-def draw(random: np.random.Generator, nodes: int) -> np.ndarray:
+def draw_graph(random: np.random.Generator, nodes: int) -> np.ndarray:
     """Edges ``[m 2]`` of a random connected graph: points joined to the nearest ones, and parts by the shortest edges.
 
     Examples:
-        >>> draw(np.random.default_rng(0), 4).tolist()
+        >>> draw_graph(np.random.default_rng(0), 4).tolist()
         [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]
     """
     points = random.uniform(size=(nodes, 2))
@@ -66,11 +64,11 @@ def draw(random: np.random.Generator, nodes: int) -> np.ndarray:
         joined[one, other] = joined[other, one] = True
 
 
-def distances(edges: np.ndarray, nodes: int) -> np.ndarray:
+def steps_between(edges: np.ndarray, nodes: int) -> np.ndarray:
     """Steps between the nodes of a graph ``[nodes nodes]``, infinite between separate parts.
 
     Examples:
-        >>> distances(np.array([[0, 1], [1, 2]]), 3).tolist()
+        >>> steps_between(np.array([[0, 1], [1, 2]]), 3).tolist()
         [[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [2.0, 1.0, 0.0]]
     """
     joined = np.zeros((nodes, nodes), bool)

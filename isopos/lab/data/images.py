@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,16 +18,11 @@ import numpy as np
 from PIL import Image, ImageOps
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Writer, key_of
-from isopos.lab.data.digits import draw
+from isopos.lab.data.arrays import Writer, hash_of
+from isopos.lab.data.digits import draw_digits
 from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
 from isopos.lab.data.sources import Source, find_source, hub_images
-
-__getattr__ = renamed(
-    __name__, {"Pictures": "isopos.lab.data.images.ImageDataset", "read": "isopos.lab.data.images.read_images"}
-)
 
 CACHE_VERSION = 3
 SIDE, COUNTS = 28, (8000, 1000, 1000)  # default size of synthetic digits in pixels; their numbers in each split
@@ -39,37 +34,15 @@ AHEAD = 16  # decoded images per thread that may wait to be written
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset:
-    """Labelled images of one size; each split is ordered by a hash of the files.
-
-    Args:
-        name: Name of the source.
-        sha256: A fingerprint of files and names, or of the pixels.
-        pixels: ``[n c h w]`` uint8.
-        labels: Numbers of classes ``[n]``.
-        splits: Rows of train, validation and test; test may be empty.
-        classes: Names of the classes.
-        skipped: Descriptions of the files that were skipped.
-    """
+    """Labelled images of one size; each split is ordered by a hash of the files."""
 
     name: str
-    sha256: str
-    pixels: np.ndarray
-    labels: np.ndarray
-    splits: Mapping[str, np.ndarray]
-    classes: Sequence[str]
-    skipped: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """Properties of a source that are known before images are decoded."""
-
-    sha256: str
-    channels: int  # 1 if all images are grey, else 3
-    height: int = 0  # of the first image
-    width: int = 0
-    differs: str = ""  # the first image of another size, and both sizes
-    left: list[str] = field(default_factory=list)  # skipped files
+    sha256: str  # a fingerprint of files and names, or of the pixels
+    pixels: np.ndarray  # ``[n c h w]`` uint8
+    labels: np.ndarray  # numbers of classes ``[n]``
+    splits: Mapping[str, np.ndarray]  # rows of train, validation and test; test may be empty
+    classes: Sequence[str]  # names of the classes
+    skipped: Sequence[str] = ()  # descriptions of the files that were skipped
 
 
 @lru_cache(maxsize=2)
@@ -82,7 +55,7 @@ def digits(height: int = 0, width: int = 0) -> ImageDataset:
     """
     if min(height, width) < 0:
         raise ValueError(f"height: expected pixels, or 0 for {SIDE}, got {height} x {width}")
-    pixels, labels = draw(0, sum(COUNTS), height or SIDE, width or SIDE)
+    pixels, labels = draw_digits(0, sum(COUNTS), height or SIDE, width or SIDE)
     splits = dict(zip(SPLITS, np.split(np.arange(len(labels)), np.cumsum(COUNTS)[:-1]), strict=True))
     sha256 = hashlib.sha256(pixels.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
     return ImageDataset("drawn digits", sha256, pixels, labels, splits, [str(n) for n in range(10)])
@@ -107,7 +80,6 @@ def read_images(
         source: A path, or hf:NAME[:CONFIG] of the hub.
         height, width: In pixels; 0: the size of the images, if all have the same.
         grey: Convert images to grey.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, sizes differ, a class has no image, or there are fewer than two classes.
@@ -124,25 +96,24 @@ def read_images(
     _check_folders(files)
     with progress_bars(console, "images") as progressing:
         root, stamp = cache.default_root(), files.stamp()
-        index = f"index-images-{key_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
-        kept = cache.cached_value(root, index, stamp, dict[str, Any], lambda: vars(_survey(files, progressing)))
-        survey = _Survey(**kept)
+        index = f"index-images-{hash_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
+        survey = cache.cached_value(root, index, stamp, dict[str, Any], lambda: _survey(files, progressing))
         if not (height and width):
-            if survey.differs:
+            if survey["differs"]:
                 raise ValueError(
-                    f"height: expected a height and a width for images that differ in size, {survey.differs}; --height "
-                    f"{survey.height} --width {survey.width} brings all to the size of the first"
+                    f"height: expected a height and a width for images that differ in size, {survey['differs']}; --height "
+                    f"{survey['height']} --width {survey['width']} brings all to the size of the first"
                 )
-            height, width = survey.height, survey.width
-        shape = (1 if grey else survey.channels, height, width)
-        preparation = Preparation((files,), root, progressing, [stamp], survey.sha256)
+            height, width = survey["height"], survey["width"]
+        shape = (1 if grey else survey["channels"], height, width)
+        preparation = Preparation((files,), root, progressing, [stamp], survey["sha256"])
         arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
     order, labels, split_number = arrays["rows"].T
     splits = {split: order[split_number == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
     by_row[order] = labels
-    skipped = [*survey.left, *arrays.facts["left"]]
-    return ImageDataset(source, survey.sha256, arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
+    skipped = [*survey["left"], *arrays.facts["left"]]
+    return ImageDataset(source, survey["sha256"], arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
 
 
 def _inside(source: str, name: str) -> tuple[str, ...]:
@@ -160,7 +131,8 @@ def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
             other.append(name)
 
 
-def _survey(source: Source, progressing: OnProgress) -> _Survey:
+def _survey(source: Source, progressing: OnProgress) -> dict[str, Any]:
+    """What is known before images are decoded: a hash, channels, size of the first, one of another size, other files."""
     digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
     for name, content in _images(source, other):
         names.append(name)
@@ -186,7 +158,8 @@ def _survey(source: Source, progressing: OnProgress) -> _Survey:
     _classes(source.name, _splits_and_classes(source.name, names))  # before anything is decoded
     width, height = first[1]
     left = [f"{len(other)} other files ({other[0]})"] if other else []
-    return _Survey(digest.hexdigest(), channels, height, width, differs, left)
+    sizes = {"channels": channels, "height": height, "width": width, "differs": differs}  # 1 channel if all are grey
+    return {"sha256": digest.hexdigest(), **sizes, "left": left}
 
 
 def _unscaled(image: Image.Image) -> str:

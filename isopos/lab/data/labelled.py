@@ -28,7 +28,7 @@ UNLABELLED = "unsup"  # aclImdb's folder of reviews without a class
 LABEL = 1000  # characters in the longest label
 
 
-class Row(NamedTuple):
+class LabelledRow(NamedTuple):
     """Values of the chosen columns, the label, and their location."""
 
     values: tuple[Any, ...]
@@ -38,14 +38,13 @@ class Row(NamedTuple):
     start: int = 1  # column of the first value in the line, from 1 on, if known
 
 
-def rows(
+def labelled_rows(
     source: Source, names: Sequence[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
-) -> Iterator[Row]:
+) -> Iterator[LabelledRow]:
     """The labelled rows of a source, in its order.
 
     Args:
         source: Tables; or one file per row, whose folder is its class. If there are tables, other files are ignored.
-        names: Names of the documents.
         columns: Columns of the values, by name or, in tables without names, by number from 1 on.
         label: Column of the label, likewise.
         unlabelled: Called with the name of each file that is skipped because it has no labels: test tables without that
@@ -71,7 +70,7 @@ def rows(
             if len(columns) > 1:
                 raise ValueError(f"pair: expected none in folders of texts, got {columns[1]!r}; a table has pairs")
             count += 1
-            yield Row((text,), path.parent.name, name, 1)
+            yield LabelledRow((text,), path.parent.name, name, 1)
     if not count:
         kinds = ", ".join(TABLES)
         raise ValueError(
@@ -86,7 +85,7 @@ def table_rows(
     label: str,
     unlabelled: Callable[[str], None],
     bare: Sequence[str] = (),
-) -> Iterator[Row]:
+) -> Iterator[LabelledRow]:
     """Rows of a table. `bare` names the columns if the first line does not."""
     wanted, columns_read = (*columns, label), None
     for line, cells in table_cells(name, lines):
@@ -107,7 +106,7 @@ def table_rows(
                 continue
         *values, cell_of_label = (cells[column] for column in columns_read)
         start = 1 + sum(len(cell) + 1 for cell in cells[: columns_read[0]]) if name.lower().endswith(".tsv") else 1
-        yield Row(tuple(values), _label(cell_of_label, name, line), name, line, start)
+        yield LabelledRow(tuple(values), _label(cell_of_label, name, line), name, line, start)
 
 
 def json_rows(
@@ -117,7 +116,7 @@ def json_rows(
     label: str,
     unlabelled: Callable[[str], None],
     loads: Callable[[str], Any] = json.loads,
-) -> Iterator[Row]:
+) -> Iterator[LabelledRow]:
     """Rows of JSON lines, one object per line, parsed by `loads`."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -141,7 +140,7 @@ def json_rows(
             if half := _lone_surrogate(cells[one]):
                 raise row_error(name, number, f"{one}: expected text, got {half}, which is half of a character")
         values = tuple(cells[one] for one in columns)
-        yield Row(values, _label(cells[label], name, number), name, number)
+        yield LabelledRow(values, _label(cells[label], name, number), name, number)
 
 
 def _label(value: Any, file: str, line: int) -> str:
@@ -215,9 +214,7 @@ def assign_splits(
 
     Args:
         rows: Yields file names and rows, and counts the rows that it drops; called twice if names make the splits.
-        names: Names of the files.
         content: Of a row two byte strings: the first is hashed to choose its split, the second is equal for equal rows.
-        dropped: Counts dropped rows.
     """
     named = {name: named_split(name) for name in names}
     into, held = split_rule(named.values()), {split: set() for split in SPLITS[1:]}
@@ -268,7 +265,7 @@ class Classes:
         self._first: list[tuple[str, int]] = []  # file and line of each label's first row
         self._rows = {split: array("q") for split in SPLITS}
 
-    def add(self, split: str, row: Row) -> None:
+    def add(self, split: str, row: LabelledRow) -> None:
         """Add the label of a row."""
         number = self._numbers.setdefault(row.label, len(self._numbers))
         if number == len(self._first):

@@ -17,15 +17,10 @@ Order = Literal["breadth", "depth"]
 
 
 class LabelledTree(NamedTuple):
-    """A tree whose nodes have labels.
+    """A tree whose nodes have labels."""
 
-    Args:
-        labels: Of the nodes, in preorder: a node, then the subtree of its first child, ...
-        arities: Number of children of each node.
-    """
-
-    labels: tuple[int, ...]
-    arities: tuple[int, ...]
+    labels: tuple[int, ...]  # of the nodes, in preorder: a node, then the subtree of its first child,
+    arities: tuple[int, ...]  # number of children of each node
 
     @property
     def key(self) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Arrays, Ragged, Writer
 from isopos.lab.data.labelled import assign_splits
 from isopos.lab.data.prepare import SPLITS, preparing
@@ -19,10 +18,6 @@ from isopos.lab.data.splits import Splits, stored
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.spec import read
 
-__getattr__ = renamed(
-    __name__, {"load_texts": "isopos.lab.data.pairs.load_pairs", "read_texts": "isopos.lab.data.pairs.read_pairs"}
-)
-
 
 def sequences(
     seed: int, counts: Sequence[int], *, length: int, deviation: int, vocabulary: int
@@ -30,7 +25,6 @@ def sequences(
     """Distinct sequences of random symbols below `vocabulary`, with normally distributed lengths, by split.
 
     Args:
-        seed: Seed of the random numbers.
         counts: Numbers of sequences in train, validation and test.
         length: Mean length; lengths are integers from 1 on.
         deviation: Standard deviation of the lengths.
@@ -100,12 +94,7 @@ def read_pairs(source: str, languages: str, dropped: Counter[str]) -> Iterator[t
 
     first = [".jsonl"] if source.startswith("hf:") else [f".{endings[0]}"] if endings else None
     names = [sources[0].name] if len(sources) == 2 else table_names(sources[0], first)
-    return assign_splits(full, names, split_keys, dropped)
-
-
-def split_keys(pair: tuple[Any, Any]) -> tuple[bytes, bytes]:
-    """The `content` of a pair for `assign_splits`: its split follows from the source."""
-    return repr(pair[0]).encode(), repr(pair).encode()
+    return assign_splits(full, names, lambda pair: (repr(pair[0]).encode(), repr(pair).encode()), dropped)
 
 
 def load_pairs(
@@ -118,11 +107,8 @@ def load_pairs(
     """Tokens of the pairs of `read_pairs`, prepared once, then memory-mapped; and their tokenizer.
 
     Args:
-        source: As in `read_pairs`.
-        languages: As in `read_pairs`.
         tokenizer: "words" or "bpe", trained on both sides of the train split, or a tokenizer.
         vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
-        console: Shows the progress.
 
     Raises:
         ValueError: As `read_pairs`.

@@ -24,9 +24,8 @@ from functools import reduce
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Writer, cached_arrays, key_of
-from isopos.lab.data.prepare import SPLITS, OnProgress
+from isopos.lab.data.arrays import Arrays, Writer
+from isopos.lab.data.prepare import SPLITS, OnProgress, generated_arrays
 
 CACHE_VERSION = 2
 FEWEST = 4  # Dashes of a long path.
@@ -64,24 +63,23 @@ def prepare(seed: int, counts: Sequence[int], side: int, dashes: int, distractor
             random = np.random.default_rng((seed, SPLITS.index(split)))
             for begin in range(0, count, AT_ONCE):
                 labels = np.arange(begin, min(count, begin + AT_ONCE)) % 2
-                pairs = [draw(random, side, dashes, distractors) for _ in labels[::2]]
+                pairs = [draw_pair(random, side, dashes, distractors) for _ in labels[::2]]
                 writer.add(f"{split}-pictures", np.concatenate(pairs)[: len(labels)])
                 writer.add(f"{split}-labels", labels)
                 done += len(labels)
                 progressing("drawing pictures", done, sum(counts))
         return {}
 
-    key = key_of(CACHE_VERSION, seed, list(counts), side, dashes, distractors)
-    return cached_arrays(cache.default_root(), f"pathfinder-{key[:32]}", fill)
+    return generated_arrays("pathfinder", fill, CACHE_VERSION, seed, counts, side, dashes, distractors)
 
 
-def draw(random: np.random.Generator, side: int, dashes: int, distractors: int) -> np.ndarray:
+def draw_pair(random: np.random.Generator, side: int, dashes: int, distractors: int) -> np.ndarray:
     """A pair of pictures ``[2 side side]`` uint8; only in the second one the dots are connected.
 
     Each has two paths of `dashes` dashes, and distractors of a third as many.
 
     Examples:
-        >>> pair = draw(np.random.default_rng(0), 16, 5, 1)
+        >>> pair = draw_pair(np.random.default_rng(0), 16, 5, 1)
         >>> pair.shape, pair.dtype, sorted({*pair.flatten().tolist()})
         ((2, 16, 16), dtype('uint8'), [0, 255])
     """

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from isopos.catalog import expect
 from isopos.lab.data import cache
-from isopos.lab.data.arrays import Arrays, Fill, Writer, cached_arrays, key_of
+from isopos.lab.data.arrays import Arrays, Fill, Writer, cached_arrays, hash_of
 from isopos.lab.data.sources import Source, survey
 from isopos.lab.data.tokenizers import KINDS, Bytes, Tokenizer, learn, load_tokenizer
 
@@ -68,9 +68,14 @@ def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool
     def read() -> Surveyed:
         return survey(source, raw, lambda done: progressing("reading", done, total))
 
-    index = f"index-{key_of(raw, source.tables, source.name, [path for path, _, _ in stamp])[:32]}"
+    index = f"index-{hash_of(raw, source.tables, source.name, [path for path, _, _ in stamp])[:32]}"
     sha256, sizes = cache.cached_value(root, index, stamp, tuple[str, list[tuple[str, int]]], read) if stamp else read()
     return sha256, [(name, size) for name, size in sizes]
+
+
+def generated_arrays(kind: str, fill: Fill, *settings: Any) -> Arrays:
+    """The arrays that `fill` writes, a function of the settings alone, from the cache."""
+    return cached_arrays(cache.default_root(), f"{kind}-{hash_of(*settings)[:32]}", fill)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Preparation:
             learn(kind, texts(), vocabulary).save(folder)
             self.check()
 
-        key = key_of(self.key, kind, vocabulary, *settings)
+        key = hash_of(self.key, kind, vocabulary, *settings)
         return load_tokenizer(cache.cached_folder(self.root, f"vocabulary-{key[:32]}", build))
 
     def arrays(self, kind: str, fill: Fill, *settings: Any) -> Arrays:
@@ -111,7 +116,7 @@ class Preparation:
             self.check()
             return facts
 
-        return cached_arrays(self.root, f"{kind}-{key_of(self.key, *settings)[:32]}", checked)
+        return cached_arrays(self.root, f"{kind}-{hash_of(self.key, *settings)[:32]}", checked)
 
     def check(self) -> None:
         """Raise a ValueError if files have changed since they were surveyed."""
@@ -135,7 +140,7 @@ def preparing(
         stamps = [source.stamp() for source in sources]
         surveys = [cached_survey(source, root, progressing, raw) for source in sources]
         about = [(sha256, [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]) for sha256, sizes in surveys]
-        yield Preparation(sources, root, progressing, stamps, key_of(CACHE_VERSION, about), surveys)
+        yield Preparation(sources, root, progressing, stamps, hash_of(CACHE_VERSION, about), surveys)
 
 
 @contextlib.contextmanager

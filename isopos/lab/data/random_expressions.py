@@ -1,6 +1,6 @@
 """A generator of long random ListOps expressions: many at once, level by level, as arrays, written to the cache.
 
-It follows the procedure of `expressions.generate` and of the Long Range Arena's generator: an argument is a list with
+It follows the procedure of `generate_expressions` and of the Long Range Arena's generator: an argument is a list with
 probability 1/4, and expressions that are too short or too long are drawn again. The Arena (Tay et al. 2020,
 https://arxiv.org/abs/2011.04006; its data/listops.py) has more than 500 and less than 2000 tokens, 2 to 10 arguments, and
 10 levels; the last level has only digits.
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from isopos.lab.data import cache
-from isopos.lab.data.arrays import Writer, cached_arrays, key_of
-from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, write
-from isopos.lab.data.prepare import SPLITS
+from isopos.lab.data.arrays import Writer
+from isopos.lab.data.expressions import CLOSE, NUMBERS, Expression, splits_of, write_expressions
+from isopos.lab.data.prepare import SPLITS, generated_arrays
 from isopos.lab.data.splits import Splits
 
 CACHE_VERSION = 2
@@ -58,7 +57,7 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings) -> Splits[Expr
     """
 
     def samples() -> Iterator[tuple[str, Expression]]:
-        expressions, seen, repeats = draw(seed, settings), set(), 0
+        expressions, seen, repeats = draw_expressions(seed, settings), set(), 0
         for split in (split for split, count in zip(SPLITS, counts, strict=True) for _ in range(count)):
             expression = next(expressions)
             while (digest := hashlib.sha256(expression.tokens).digest()[:16]) in seen:
@@ -72,18 +71,17 @@ def prepare(seed: int, counts: Sequence[int], settings: Settings) -> Splits[Expr
             yield split, expression
 
     def fill(writer: Writer) -> dict[str, object]:
-        write(writer, samples())
+        write_expressions(writer, samples())
         return {}
 
-    key = f"listops-{key_of(CACHE_VERSION, seed, list(counts), vars(settings))[:32]}"
-    return splits_of(cached_arrays(cache.default_root(), key, fill))
+    return splits_of(generated_arrays("listops", fill, CACHE_VERSION, seed, counts, vars(settings)))
 
 
-def draw(seed: int, settings: Settings) -> Iterator[Expression]:
+def draw_expressions(seed: int, settings: Settings) -> Iterator[Expression]:
     """Endless random expressions, which may repeat.
 
     Examples:
-        >>> 501 <= len(next(draw(0, Settings(depth=9, arguments=10, shortest=501, longest=1999))).tokens) <= 1999
+        >>> 501 <= len(next(draw_expressions(0, Settings(depth=9, arguments=10, shortest=501, longest=1999))).tokens) <= 1999
         True
     """
     random, rejected = np.random.default_rng(seed), 0

@@ -18,11 +18,11 @@ AXES = np.array([(1, 2), (0, 2), (0, 1)])  # coordinates on the walls of each ax
 
 
 def prepare(seed: int, counts: tuple[int, int, int], views: int, side: int, tiles: int, colours: int) -> Arrays:
-    """For each split: `NAME-pixels`, `NAME-poses` and `NAME-focal`, as `draw` returns them."""
+    """For each split: `NAME-pixels`, `NAME-poses` and `NAME-focal`, as `draw_scenes` returns them."""
 
     def fill(writer: Writer) -> dict[str, object]:
         for n, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
-            drawn = draw(np.random.default_rng((seed, n)), count, views, side, tiles, colours)
+            drawn = draw_scenes(np.random.default_rng((seed, n)), count, views, side, tiles, colours)
             for name, rows in zip(("pixels", "poses", "focal"), drawn, strict=True):
                 writer.add(f"{split}-{name}", rows)
         return {}
@@ -30,25 +30,22 @@ def prepare(seed: int, counts: tuple[int, int, int], views: int, side: int, tile
     return in_memory(fill)
 
 
-def draw(
+def draw_scenes(
     random: np.random.Generator, count: int, views: int, side: int, tiles: int, colours: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random scenes.
 
     Args:
-        random: Generator of random numbers.
-        count: Number n of scenes.
         views: Images of a scene.
         side: Height and width of an image in pixels.
         tiles: Tiles along an edge of a wall.
-        colours: Number of colours.
 
     Returns:
         Colours of pixels ``[n views side side]`` uint8, camera-to-world matrices ``[n views 4 4]`` float64 (x right, y down,
         z forward), and focal lengths in widths of an image ``[n views]`` float64.
 
     Examples:
-        >>> pixels, poses, focal = draw(np.random.default_rng(0), 3, 2, 5, 2, 6)
+        >>> pixels, poses, focal = draw_scenes(np.random.default_rng(0), 3, 2, 5, 2, 6)
         >>> pixels.shape, poses.shape, focal.shape
         ((3, 2, 5, 5), (3, 2, 4, 4), (3, 2))
     """

@@ -13,13 +13,8 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.deprecation import renamed
 from isopos.lab.data.sources import column_index, find_source, lines_of, row_error, table_cells
 from isopos.times import seconds_since_1970
-
-__getattr__ = renamed(
-    __name__, {"read": "isopos.lab.data.series.read_series", "drawn": "isopos.lab.data.series.example_series"}
-)
 
 UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 LARGEST = 1e30  # value; squares of larger ones, in standard deviations, overflow float32

@@ -19,10 +19,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from isopos.deprecation import renamed
 from isopos.lab.runs.files import check_plain
-
-__getattr__ = renamed(__name__, {"find": "isopos.lab.data.sources.find_source"})
 
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 UNPACKED, RATIO = 1 << 30, 100  # largest unpacked size of a file: bytes, or a multiple of its size

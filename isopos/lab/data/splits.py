@@ -15,21 +15,13 @@ Sample = TypeVar("Sample", covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class Stored(Sequence[Sample]):
-    """The samples of a split that are stored as sequences of tokens, and perhaps as columns.
+    """The samples of a split that are stored as sequences of tokens, and perhaps as columns."""
 
-    Args:
-        arrays: SPLIT-tokens and SPLIT-starts, as `Ragged` writes them, and SPLIT-NAME for each column.
-        split: The split.
-        rows: The stored samples that belong to it ``[n]``.
-        make: Makes a sample of the arrays, the split and a row.
-        each: Sequences of a sample.
-    """
-
-    arrays: Arrays
+    arrays: Arrays  # SPLIT-tokens and SPLIT-starts, as `Ragged` writes them, and SPLIT-NAME for each column
     split: str
-    rows: np.ndarray
-    make: Callable[[Arrays, str, int], Sample]
-    each: int = 1
+    rows: np.ndarray  # the stored samples that belong to it ``[n]``
+    make: Callable[[Arrays, str, int], Sample]  # makes a sample of the arrays, the split and a row
+    each: int = 1  # sequences of a sample
 
     @property
     def lengths(self) -> np.ndarray:
@@ -56,18 +48,13 @@ def stored(arrays: Arrays, make: Callable[[Arrays, str, int], Sample], each: int
 class Splits(Generic[Sample]):
     """Samples by split, and how many were dropped.
 
-    Args:
-        splits: Samples of train, validation and test; the last may be empty.
-        dropped: Numbers of samples that are not among them, by the reason.
-        noun: Plural of a sample, for messages.
-
     Raises:
         ValueError: Where train or validation has none.
     """
 
-    splits: Mapping[str, Any]
-    dropped: dict[str, int] = field(default_factory=dict)
-    noun: str = "pairs"
+    splits: Mapping[str, Any]  # samples of train, validation and test; the last may be empty
+    dropped: dict[str, int] = field(default_factory=dict)  # numbers of samples that are not among them, by the reason
+    noun: str = "pairs"  # plural of a sample, for messages
 
     def __post_init__(self) -> None:
         for name in SPLITS[:2]:

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
-from isopos.lab.data.labelled import Classes, LabelledArrays, Row, row_splits, rows
+from isopos.lab.data.labelled import Classes, LabelledArrays, LabelledRow, labelled_rows, row_splits
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
 from isopos.lab.data.sources import find_source, row_error
 from isopos.lab.data.tokenizers import Tokenizer, learn
-
-__getattr__ = renamed(__name__, {"load": "isopos.lab.data.texts.load_texts"})
 
 WORDS, EACH = 7, 1.5  # words of an example text, and how often a word of the reference occurs in them
 TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
@@ -47,17 +44,15 @@ def load_texts(
     vocabulary: int | None = None,
     console: Console | None = None,
 ) -> Texts:
-    """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.rows`.
+    """The labelled texts of a source, prepared once, then memory-mapped; see `labelled.labelled_rows`.
 
     Args:
         source: A path; empty: passages of the Python language reference with round and square brackets around some words.
             The class is the kinds of brackets that are turned around, so it depends on the order of bytes alone. For pairs
             it is the text with the turned brackets.
         columns: The column of the text, or the two columns of a pair.
-        label: The column of the class.
         tokenizer: "bytes", "words", "bpe" (trained on the train split), or a tokenizer.
         vocabulary: Largest number of words or pieces; by default all words, or 8192 pieces.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, or a row is wrong (with file and line).
@@ -78,7 +73,7 @@ def _example(pairs: bool, tokenizer: str | Tokenizer, vocabulary: int | None) ->
     return Texts("Python language reference (pydoc_data.topics), words in brackets, as usual or turned", arrays, tokenizer)
 
 
-def _passages(pairs: bool) -> Iterator[Row]:
+def _passages(pairs: bool) -> Iterator[LabelledRow]:
     """Passages of the reference with brackets; a tenth of the topics is validation, and another tenth is test."""
     from pydoc_data.topics import topics
 
@@ -102,9 +97,9 @@ def _passages(pairs: bool) -> Iterator[Row]:
             if pairs:
                 first = 3 * (turned % 2)
                 label = "the first is turned" if first else "the second is turned"
-                yield Row((passage(words, first), passage(words, 3 - first)), label, split, 1)
+                yield LabelledRow((passage(words, first), passage(words, 3 - first)), label, split, 1)
             else:
-                yield Row((passage(words, turned),), TURNED[turned], split, 1)
+                yield LabelledRow((passage(words, turned),), TURNED[turned], split, 1)
 
 
 def _prepared(
@@ -113,8 +108,8 @@ def _prepared(
     """The texts of a source, which is read once for each of its hash, a vocabulary, and its tokens."""
     (source,), split = preparation.sources, row_splits(preparation.names)
 
-    def reading(stage: str, skipped: list[str]) -> Iterator[Row]:
-        for n, row in enumerate(rows(source, preparation.names, columns, label, skipped.append)):
+    def reading(stage: str, skipped: list[str]) -> Iterator[LabelledRow]:
+        for n, row in enumerate(labelled_rows(source, preparation.names, columns, label, skipped.append)):
             for name, value in zip(columns, row.values, strict=True):
                 if not isinstance(value, str) or not value.strip():
                     got = "an empty one" if isinstance(value, str) else repr(value)[:40]
@@ -136,7 +131,7 @@ def _prepared(
 
 
 def _fill(
-    writer: Writer, read: Iterator[Row], split: Callable[[str, str], str], tokenizer: Tokenizer, skipped: list[str]
+    writer: Writer, read: Iterator[LabelledRow], split: Callable[[str, str], str], tokenizer: Tokenizer, skipped: list[str]
 ) -> dict[str, object]:
     """Write tokens, starts and labels of rows; return the classes and the skipped files."""
     classes, each, sequences = Classes(), 1, {name: Ragged(writer, name, tokenizer.size) for name in SPLITS}

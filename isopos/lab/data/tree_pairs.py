@@ -32,17 +32,11 @@ MOST = 1 << 14  # nodes of the largest random tree
 
 @dataclass(frozen=True)
 class TreePairs:
-    """Pairs of trees whose labels are numbers of tokens, with the tokens.
+    """Pairs of trees whose labels are numbers of tokens, with the tokens."""
 
-    Args:
-        pairs: Sources and targets.
-        names: Names of the tokens.
-        arities: Number of children of a node, by its token.
-    """
-
-    pairs: Splits[tuple[LabelledTree, LabelledTree]]
-    names: tuple[str, ...]
-    arities: tuple[int, ...]
+    pairs: Splits[tuple[LabelledTree, LabelledTree]]  # sources and targets
+    names: tuple[str, ...]  # names of the tokens
+    arities: tuple[int, ...]  # number of children of a node, by its token
 
 
 def random_trees(
@@ -61,11 +55,7 @@ def random_trees(
     children.
 
     Args:
-        seed: Seed of the random numbers.
         counts: Numbers of pairs in train, validation and test.
-        operation: The operation.
-        depth: Mean depth.
-        deviation: Standard deviation of the depth.
         labels: Number of labels for copy, rotation and ops: one half for leaves, the other half for inner nodes; for ops,
             the last four of these are the actions.
 
@@ -151,7 +141,6 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
 
     Args:
         source: A table, or a folder of .tsv files.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is nothing to read, or a row or a tree is wrong (with file, line and column).
@@ -162,7 +151,11 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
         def fill(writer: Writer) -> dict[str, Any]:
             known: dict[tuple[str, int], int] = {}
             sequences, dropped = {split: Ragged(writer, split, 1 << 32) for split in SPLITS}, Counter()
-            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), _keys, dropped):
+
+            def content(pair: tuple[LabelledTree, LabelledTree]) -> tuple[bytes, bytes]:
+                return pair[0].key.encode(), f"({pair[0].key}, {pair[1].key})".encode()
+
+            for split, pair in assign_splits(lambda _: _trees(files, known), table_names(files), content, dropped):
                 for tree in pair:
                     sequences[split].add(np.array(tree.labels))
             names, arities = [label for label, _ in known], [arity for _, arity in known]
@@ -171,12 +164,6 @@ def read_trees(source: str, console: Console | None = None) -> TreePairs:
         arrays = preparation.arrays("tree-pairs", fill)
     arities = tuple(arrays.facts["arities"])
     return TreePairs(Splits(stored(arrays, _pair, each=2), arrays.facts["left"]), tuple(arrays.facts["names"]), arities)
-
-
-def _keys(pair: tuple[LabelledTree, LabelledTree]) -> tuple[bytes, bytes]:
-    """See `assign_splits`."""
-    source, target = pair
-    return source.key.encode(), f"({source.key}, {target.key})".encode()
 
 
 def _pair(arrays: Arrays, split: str, row: int) -> tuple[LabelledTree, LabelledTree]:

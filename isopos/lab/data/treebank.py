@@ -16,17 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from rich.console import Console
 
-from isopos.deprecation import renamed
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
-from isopos.lab.data.labelled import LINES, Classes, LabelledArrays, Row, json_rows, row_splits, table_rows
+from isopos.lab.data.labelled import LINES, Classes, LabelledArrays, LabelledRow, json_rows, row_splits, table_rows
 from isopos.lab.data.labelled_trees import arities_of, problem_of, s_expression
 from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
-
-__getattr__ = renamed(
-    __name__, {"Bank": "isopos.lab.data.treebank.TreeDataset", "load": "isopos.lab.data.treebank.load_trees"}
-)
 
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # random trees
@@ -36,7 +31,7 @@ DEPTH, NODES = 6, (6, 30)
 class Read(NamedTuple):
     """A tree: its row, which has its class; its nodes ``[n 2]``, as from `isopos.tree`; and their labels."""
 
-    row: Row
+    row: LabelledRow
     nodes: np.ndarray
     labels: Sequence[str | None]
 
@@ -80,12 +75,9 @@ def load_trees(
 
     Args:
         source: A path; empty: random trees of "and", "or" and "not", whose class is their value.
-        column: Column of the tree.
-        label: Column of the class.
         inner: Keep the labels of inner nodes below the root, where the root's label is the class.
         vocabulary: Largest number of tokens; 0: all labels of train.
         words: The labels of tokens, if they are known already.
-        console: Shows the progress.
 
     Raises:
         ValueError: If there is no tree, or one is wrong (with file, line and column).
@@ -150,7 +142,7 @@ def _trees(source: Source, column: str, label: str, inner: bool) -> Iterator[Rea
         elif not alone and suffix not in LINES:
             continue
         else:
-            some = (Row((line,), "", name, n) for n, line in enumerate(lines, 1) if line.strip())
+            some = (LabelledRow((line,), "", name, n) for n, line in enumerate(lines, 1) if line.strip())
         for row in some:
             count += 1
             yield _tree(row, inner)
@@ -162,7 +154,7 @@ def _refuse(name: str) -> None:
     raise ValueError(f"data: expected labels in {name}, which is test by its name, got none; remove it")
 
 
-def _tree(row: Row, inner: bool) -> Read:
+def _tree(row: LabelledRow, inner: bool) -> Read:
     (value,) = row.values
     try:
         if not isinstance(value, str | list):
@@ -172,7 +164,7 @@ def _tree(row: Row, inner: bool) -> Read:
         raise row_error(row.file, row.line, problem_of(error), error.at + row.start) from None
     rows = np.array(rows)
     if row.label:
-        return Read(row._replace(values=(value if isinstance(value, str) else to_text(labels, rows),)), rows, labels)
+        return Read(row._replace(values=(value if isinstance(value, str) else tree_text(labels, rows),)), rows, labels)
     row = row._replace(label=labels[0])
     if len(rows) == 1:
         raise row_error(
@@ -196,11 +188,11 @@ def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[s
     return kept, [name for name, gone in zip(named, merged.tolist(), strict=True) if not gone]
 
 
-def to_text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
+def tree_text(labels: Sequence[str | None], nodes: np.ndarray) -> str:
     """The s-expression of a tree in preorder, also of nodes without labels.
 
     Examples:
-        >>> to_text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
+        >>> tree_text(["and", "T", "not", "F"], np.array([[-1, -1], [0, 0], [0, 1], [2, 0]]))
         '(and T (not F))'
     """
     arities = arities_of(nodes[:, 0])
@@ -303,4 +295,4 @@ def _random() -> Iterator[Read]:
             if NODES[0] <= nodes <= NODES[1] and wanted[value] and expression not in seen:
                 wanted[value] -= 1
                 seen.add(expression)
-                yield _tree(Row((expression,), str(value).lower(), split, 1), True)
+                yield _tree(LabelledRow((expression,), str(value).lower(), split, 1), True)

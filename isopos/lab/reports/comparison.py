@@ -14,7 +14,7 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.intervals import MIN_SEEDS, NOTE, Difference
 from isopos.lab.runs.files import damaged, read_json
-from isopos.lab.runs.folders import Result, fingerprint, read_recipe, read_run
+from isopos.lab.runs.folders import Result, data_fingerprint, read_recipe, read_run
 from isopos.lab.tasks.task import Task
 from isopos.spec import join_spec, of_layers, split_spec
 
@@ -33,7 +33,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankedRow:
     """Results of a scheme: of all its runs, of the compared seeds, and its difference to the best scheme."""
 
     scheme: str
@@ -69,7 +69,7 @@ def read_runs(folder: Path) -> list[Run]:
         run = path.parent
         recipe = read_recipe(run)
         rows, result = read_run(run, recipe)
-        if (other := fingerprint(run)) not in ("", sha256):
+        if (other := data_fingerprint(run)) not in ("", sha256):
             reason = f"sha256: expected the hash of the data in {folder / FILE}, {sha256[:12]}, got {other[:12]}"
             damaged(run / "data.json", reason, "put it right, or compare again under another --name")
         runs.append(Run(run, recipe, [row for row in rows if "loss" in row], result))
@@ -105,7 +105,7 @@ def ranking(folder: Path) -> "Ranking":
         values = [a - b for a, b in pairs if a is not None and b is not None]
         paired = [results[seed] for seed in seeds]
         difference = Difference.paired(values, max(1, len(ordered) - 1)) if values else None
-        rows.append(Row(scheme, [*results.values()], paired, difference, speed.get(scheme)))
+        rows.append(RankedRow(scheme, [*results.values()], paired, difference, speed.get(scheme)))
     return Ranking(task, rows, about.get("chance"))
 
 
@@ -114,7 +114,7 @@ class Ranking:
     """Rows of a comparison, best first."""
 
     task: Task
-    rows: Sequence[Row]
+    rows: Sequence[RankedRow]
     chance: tuple[float, int] | None = None  # figure of a constant answer, and number of scored samples
 
     @property
@@ -147,7 +147,7 @@ class Ranking:
         differ = len({row.results[0].choices["attention"] for row in self.rows}) > 1
         return ("scheme", *["attention"] * differ, "decay", "denominator", "features", *self.numbers, "laws hold")
 
-    def cells(self, row: Row, titles: Sequence[str]) -> tuple[str, ...]:
+    def cells(self, row: RankedRow, titles: Sequence[str]) -> tuple[str, ...]:
         """Cells of a row below these titles."""
         main, first = self.task.metrics[0], row.results[0]
         cells = {
@@ -211,7 +211,7 @@ class Ranking:
             hidden += [title] if title in titles else []
             titles = [other for other in titles if other != title]
         align = "".join("r" if title in self.numbers else "l" for title in titles)
-        table = grids.console(titles, [self.cells(row, titles) for row in self.rows], align)
+        table = grids.console_table(titles, [self.cells(row, titles) for row in self.rows], align)
         note = [f"Left out, since this terminal is narrow: {', '.join(hidden)}; the report has them."] if hidden else []
         return table, Text("\n".join([*self.notes(), *note]))
 

@@ -1,13 +1,16 @@
-"""Tables of text, in Markdown and for a console, and lines around them. Cells are data, never markup."""
+"""Tables of text, in Markdown and for a console, and lines around them. Cells are data, never markup.
+
+Only functions for a console need rich: `isopos gpu-check` writes Markdown on machines without it.
+"""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from isopos.lab.runs.files import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 RULES, JUSTIFY = {"l": "---", "r": "---:"}, {"l": "left", "r": "right"}
 
@@ -16,8 +19,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
     r"""A Markdown table, without a final newline.
 
     Args:
-        header: Titles of columns.
-        rows: Cells.
         align: One letter per column, l or r; missing ones are l.
 
     Examples:
@@ -31,10 +32,13 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def console(
+def console_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "", *, title: str = "", **options: Any
-) -> Table:
+) -> "Table":
     """A table for a console, with options of rich's `Table`; long cells are folded, markup in cells is not interpreted."""
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(header_style="bold", title=Text(printable(title), "table.title") if title else None, **options)
     for name, letter in zip(header, align.ljust(len(header), "l"), strict=True):
         table.add_column(Text(name), justify=JUSTIFY[letter], overflow="fold")  # pyright: ignore[reportArgumentType]
@@ -43,13 +47,15 @@ def console(
     return table
 
 
-def say(out: Console, *lines: str) -> None:
+def say(out: "Console", *lines: str) -> None:
     """Print each line unchanged and unwrapped."""
     for line in lines:
         out.print(printable(line), markup=False, soft_wrap=True)
 
 
-def warn(out: Console, *warnings: str) -> None:
+def warn(out: "Console", *warnings: str) -> None:
     """Print warnings."""
+    from rich.text import Text
+
     for warning in warnings:
         out.print("[yellow]warning:[/]", Text(printable(warning)), soft_wrap=True)

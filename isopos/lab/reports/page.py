@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from isopos.lab.reports.comparison import Ranking, Run, ranking, read_comparison, read_runs
 from isopos.lab.reports.kernels import panels
-from isopos.lab.reports.plots import draw, draw_curve, draw_heat, draw_tree, line_style, literal, plain, svg_text
+from isopos.lab.reports.plots import draw_curve, draw_heat, draw_panel, draw_tree, line_style, literal, plain, svg_text
 from isopos.lab.runs.checkpoints import load_run
 from isopos.lab.runs.files import printable, read_json, write_text
 from isopos.lab.runs.folders import EXAMPLES
@@ -34,11 +34,10 @@ def write(folder: Path) -> Path:
     best_first = [first[row.scheme] for row in ranked.rows if row.status == "finished"]
     pictures = [section for run in best_first for section in _kernel_sections(run)]
     unfinished = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
+    names = [html(scheme) for scheme in dict.fromkeys(run.recipe.scheme for run in runs)]  # each switches its curves
+    switches = [f'<label><input type="checkbox" value="{name}" checked> {name}</label>' for name in names]
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>isopos: {html(folder.name)}</title>",
-        f"<style>{STYLE}</style></head><body><h1>Which positional encoding?</h1>",
+        *head(folder.name, "Which positional encoding?"),
         f"<p>{html(_setting(about, runs))}</p>",
         ""
         if about["complete"]
@@ -50,7 +49,7 @@ def write(folder: Path) -> Path:
         "</div>",
         *(f"<p><small>{html(note)}</small></p>" for note in ranked.notes()),
         f"<h2>Training loss</h2><figure>{curves}</figure>",
-        f'<p class="switches">{"".join(map(_switch, dict.fromkeys(run.recipe.scheme for run in runs)))}</p>',
+        f'<p class="switches">{"".join(switches)}</p>',
         "<h2>Relative kernel of each scheme</h2>",
         "<p>Curves: weight (linear attention) or logit (softmax attention) of a random query and a similar key, by their "
         "offset, relative to the value at the same position. There is a curve per head, the mean of heads, and its even and "
@@ -65,6 +64,16 @@ def write(folder: Path) -> Path:
     path = folder / "report.html"
     write_text(path, "\n".join(parts))
     return path
+
+
+def head(title: str, heading: str) -> list[str]:
+    """The begin of a page, up to its heading."""
+    return [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>isopos: {html(title)}</title>",
+        f"<style>{STYLE}</style></head><body><h1>{html(heading)}</h1>",
+    ]
 
 
 def html(name: str) -> str:
@@ -101,12 +110,6 @@ def rows_html(
 def _cell(text: str, title: str) -> str:
     """The text, or an image if it is a data URL."""
     return f'<img src="{text}" alt="{html(title)}">' if PICTURE.fullmatch(text) else html(text)
-
-
-def _switch(scheme: str) -> str:
-    """A checkbox that shows and hides a scheme's curves."""
-    name = html(scheme)
-    return f'<label><input type="checkbox" value="{name}" checked> {name}</label>'
 
 
 def _examples(runs: Sequence[Run]) -> Iterator[str]:
@@ -166,10 +169,10 @@ def _kernel_section(scheme: Scheme, name: str) -> str:
         figure = Figure(figsize=(12, 5.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         draw_tree(left, panel, scheme.attention)
-        draw(right, panel, scheme, alone=True)
+        draw_panel(right, panel, scheme, alone=True)
     else:
         figure = Figure(figsize=(7.5, 5.6), layout="constrained")
-        draw(figure.subplots(), panel, scheme, alone=True)
+        draw_panel(figure.subplots(), panel, scheme, alone=True)
     return f'<h3>{html(name)}</h3><figure id="kernel-{html(name)}">{svg(figure, f"Relative kernel of {name}")}</figure>'
 
 

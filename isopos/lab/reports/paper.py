@@ -95,7 +95,7 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
     figure = draw(table, rows, _trained_from_scratch(table, about))
     write_text(folder / "curves.svg", svg_text(figure))
-    return grids.console(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
+    return grids.console_table(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
 
 
 def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str, Any]) -> RowResults:
@@ -285,7 +285,8 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
         by_difference.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
     for text, names in by_difference.items():
-        yield f"Scale{f' of {_joined(names)}' if len(pairs) > 1 else ''}: {text}"
+        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        yield f"Scale{f' of {listed}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
         for corpus, (original, ours) in zip(chosen, pairs, strict=True):
             separate = corpus is not None and corpus.recipe and not corpus.start
@@ -294,7 +295,8 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
             model = f"A model of {corpus.name}" if corpus and separate else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
             kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
-            paper, seen = (f"{_millions(n)} {ours.task.unit}{kind}" for n, kind in zip((paper, seen), kinds, strict=True))
+            counts = [f"{n:,.1f} million" if n >= 0.1 else f"{n:.2g} million" for n in (paper, seen)]
+            paper, seen = (f"{count} {ours.task.unit}{kind}" for count, kind in zip(counts, kinds, strict=True))
             yield f"{model} sees {seen}, the paper's {paper}."
         figures = [
             (table.recipe_at(about["scale"], table.corpus(column.corpus)).task.figure(metric.figure), metric.better)
@@ -330,10 +332,6 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
     yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
 
 
-def _millions(count: float) -> str:
-    return f"{count:,.1f} million" if count >= 0.1 else f"{count:.2g} million"
-
-
 def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
     """The baseline's time, if the table shows ratios of times."""
     if TIMED[table.kind].better == "higher":
@@ -343,10 +341,6 @@ def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
         if seconds := [times[table.baseline] for times in rounds if table.baseline in times]:
             median = f"{statistics.median(seconds) * 1e3:,.2f} ms"
             yield f"{column.title}: {table.baseline} takes {median}, the median of {len(seconds)} rounds."
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _short(name: str) -> str:

@@ -33,7 +33,7 @@ DARK = (  # matplotlib writes colours into style attributes; those of data stay 
 )
 
 
-def show(
+def draw_kernel(
     scheme: str, out: str = "", *, head_dim: int = 64, heads: int = 8, reach: int = REACH, overwrite: bool = False
 ) -> Path:
     """Draw the relative kernel of a scheme with options into a file, by default named after it; return its path.
@@ -50,7 +50,7 @@ def show(
     every_panel = list(panels(built, reach=reach))
     figure = Figure(figsize=(7.5 if len(every_panel) == 1 else 6.2 * len(every_panel), 5.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(every_panel), squeeze=False)[0], every_panel, strict=True):
-        draw(axes, panel, built, alone=len(every_panel) == 1)
+        draw_panel(axes, panel, built, alone=len(every_panel) == 1)
     figure.suptitle("\n".join(_title(spec, built, every_panel, randomised)), fontsize=11)
     try:
         with replacing(path) as part:
@@ -110,7 +110,7 @@ def svg_text(figure: Figure, **options: Any) -> str:
     return buffer.getvalue().replace(STYLE, STYLE + DARK, 1)
 
 
-def draw(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
+def draw_panel(axes: Axes, panel: Panel, scheme: Scheme, *, alone: bool) -> None:
     """Draw a panel: a curve for a line or ring, a map for a grid, a matrix for a tree; with a title unless `alone`."""
     if not alone:
         axes.set_title(f"along the {panel.group.noun}, the rest at the origin", fontsize=10)

@@ -17,7 +17,6 @@ class Bars:
     """Progress bars, or lines, on a console within the context.
 
     Args:
-        console: The console.
         total: Steps of all runs, to show one bar for all that vanishes at the end; by default each run has a bar.
 
     Examples:

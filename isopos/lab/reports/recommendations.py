@@ -5,7 +5,7 @@ recommendations.json next to this file has the figures. `python -m tools.generat
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,23 +41,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of a table of results, with the best row first.
+    """A column of a table of results, with the best row first."""
 
-    Args:
-        table: Name of the table, a folder of docs/results.
-        column: Title of the column.
-        data: The data that models were trained on.
-        figure: What the figures are, and whether lower or higher is better.
-        seeds: Number of seeds.
-        rows: Schemes, the best first.
-    """
-
-    table: str
-    column: str
-    data: str
-    figure: str
-    seeds: int
-    rows: Sequence[Row]
+    table: str  # name of the table, a folder of docs/results
+    column: str  # title of the column
+    data: str  # the data that models were trained on
+    figure: str  # what the figures are, and whether lower or higher is better
+    seeds: int  # number of seeds
+    rows: Sequence[Row]  # schemes, the best first
 
     def verdict(self, row: Row) -> str:
         """Whether a row is the best, behind it, or neither as far as the interval shows."""
@@ -75,17 +66,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about data, and the comparisons that bear on it.
+    """A question about data, and the comparisons that bear on it."""
 
-    Args:
-        task: The task of the laboratory.
-        text: The question.
-        comparisons: Columns of tables.
-    """
-
-    task: str
-    text: str
-    comparisons: Sequence[Comparison]
+    task: str  # the task of the laboratory
+    text: str  # the question
+    comparisons: Sequence[Comparison]  # columns of tables
 
     @property
     def answer(self) -> str:
@@ -132,11 +117,10 @@ def caption(comparison: Comparison) -> str:
     return f"{comparison.table}, {comparison.column}: {comparison.figure}; data {comparison.data}; {seeds}"
 
 
-def load() -> list[Question]:
+def load_questions() -> list[Question]:
     """All questions, in the order of the page."""
-    return [_question(each) for each in json.loads(FILE.read_text(encoding="utf-8"))]
-
-
-def _question(entry: Mapping[str, object]) -> Question:
-    comparisons = [Comparison(**{**each, "rows": [Row(**row) for row in each["rows"]]}) for each in entry["comparisons"]]  # pyright: ignore
-    return Question(str(entry["task"]), str(entry["text"]), comparisons)
+    questions = []
+    for entry in json.loads(FILE.read_text(encoding="utf-8")):
+        comparisons = [Comparison(**each | {"rows": [Row(**row) for row in each["rows"]]}) for each in entry["comparisons"]]
+        questions.append(Question(**entry | {"comparisons": comparisons}))
+    return questions

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from isopos.audit import Finding, Report
-from isopos.lab.reports.page import STYLE, html, rows_html, svg
+from isopos.lab.reports.page import head, html, rows_html, svg
 from isopos.lab.reports.plots import line_style, literal, plain
 from isopos.lab.runs.files import write_text
 
@@ -20,10 +20,7 @@ def write(report: Report, path: Path) -> None:
     rows = [[getattr(a, title) for title in TITLES] for a in (*report.findings, *sound)]
     left_out = [["failed" if a.failed else "not measured", a.check, a.reason] for a in report.unmeasured]
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>isopos: {html(report.subject)}</title><style>{STYLE}</style></head>",
-        f"<body><h1>{html(report.verdict)}</h1>",
+        *head(report.subject, report.verdict),
         *(f"<p>Encoding: {html(words)}.</p>" for words in report.encodings),
         f'<div class="wide">{rows_html(TITLES, rows)}</div>',
         f'<h2>Without a result</h2><div class="wide">{rows_html(("", "check", "reason"), left_out)}</div>' * bool(left_out),

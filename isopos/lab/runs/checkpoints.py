@@ -67,7 +67,7 @@ def best(run: Path) -> Checkpoint | None:
     return min(signed)[-1] if signed else None
 
 
-def save(
+def save_checkpoint(
     run: Path,
     state: Mapping[str, Any],
     step: int,
@@ -110,7 +110,7 @@ def _prune(run: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read(checkpoint: Checkpoint) -> dict[str, Any]:
+def read_content(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the content of a checkpoint onto the CPU.
 
     Raises:
@@ -141,7 +141,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
 def load_checkpoint(model: Any, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into a model; ValueError if it is damaged or of another model."""
     try:
-        model.load_state_dict(read(checkpoint)["model"])
+        model.load_state_dict(read_content(checkpoint)["model"])
     except RuntimeError as error:
         damaged(checkpoint.folder / STATE, error, f"remove {checkpoint.folder} to go on without it")
 
@@ -158,7 +158,7 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     Raises:
         ValueError: If the folder holds no run, or one without final weights.
     """
-    recipe, model = build_model(folder)
+    recipe, model = untrained_model(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
         raise ValueError(f"run: expected {weights}, which are written when a run ends; continue it by isopos train --resume")
@@ -185,7 +185,7 @@ def warm_start(model: Any, run: Path, reinitialised: tuple[str, ...] = ("head.",
         ) from None
 
 
-def build_model(folder: Path) -> tuple[Recipe, Any]:
+def untrained_model(folder: Path) -> tuple[Recipe, Any]:
     """Read the recipe of a run and build its untrained model, on the CPU.
 
     Raises:

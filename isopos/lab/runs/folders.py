@@ -134,7 +134,7 @@ def read_run(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result |
     if rows and all_steps and rows[-1]["step"] != recipe.training.steps:
         reason = f"expected rows up to step {recipe.training.steps}, got rows up to step {rows[-1]['step']}"
         damaged(run / "metrics.jsonl", reason, "remove it")
-    fingerprint(run)  # raises if data.json is damaged
+    data_fingerprint(run)  # raises if data.json is damaged
     return rows, result
 
 
@@ -227,7 +227,7 @@ class Result:
         return cls(**{name: values[name] for name in kinds})
 
 
-def fingerprint(run: Path) -> str:
+def data_fingerprint(run: Path) -> str:
     """The sha256 of the data that a run was trained on; empty if unknown."""
     for path, kinds in ((run / "data.json", {"name": str, "sha256": str}), (run / "text.json", {"sha256": str})):
         if path.exists():

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from isopos.catalog import CATALOG, expect
-from isopos.deprecation import renamed
 from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import Metric, Task, View
 from isopos.spec import of_layers, split_spec
-
-__getattr__ = renamed(__name__, {"Line": "isopos.lab.tables.loader.TableRow"})
 
 RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys of version 0.1
 FOLDER = Path(__file__).parent
@@ -34,7 +31,7 @@ ASK = "ask"  # a source that is not freely available: --data must name a replace
 
 
 @dataclass(frozen=True)
-class Corpus:
+class PaperCorpus:
     """Data of a paper."""
 
     name: str  # as in --data NAME=PATH
@@ -93,14 +90,14 @@ class PaperTable:
     reference: str = ""  # the row that differences are taken to; by default the baseline
     figure: str = ""  # default figure of columns; by default the task's first
     x_axis: str = ""  # a choice of the task on the picture's x axis; by default updates
-    corpora: Sequence[Corpus] = ()  # training data of the columns
+    corpora: Sequence[PaperCorpus] = ()  # training data of the columns
     notes: Sequence[str] = ()  # printed below the table
     edits: Mapping[str, Any] = field(default_factory=dict)  # the paper's differences from the named recipe
     start_scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `scales` of runs with a warm start
 
-    def recipe_at(self, scale: str, corpus: Corpus | None = None) -> Recipe:
+    def recipe_at(self, scale: str, corpus: PaperCorpus | None = None) -> Recipe:
         """The recipe of a corpus at a scale, without scheme and seed; the scale "original" is exactly the paper's."""
-        data = corpus or Corpus("")
+        data = corpus or PaperCorpus("")
         if data.start:
             before = self.recipe_at(scale, self.corpus(data.start))
             recipe, scales = replace(preset(data.recipe, "paper").edit(start=""), model=before.model), self.start_scales
@@ -141,7 +138,7 @@ class PaperTable:
         changes = {key: value for key in ("better", "style") if (value := getattr(column, key))}
         return replace(figure, title=column.title, view=view, **changes)
 
-    def corpus(self, name: str) -> Corpus | None:
+    def corpus(self, name: str) -> PaperCorpus | None:
         """The corpus with a name; None for the empty name, which tables without corpora use."""
         return next(corpus for corpus in self.corpora if corpus.name == name) if name else None
 
@@ -202,7 +199,7 @@ def load_table(name: str) -> PaperTable:
             raise ValueError(wrong)
         columns = tuple(_build(Column, entry) for entry in values.pop("columns", ()))
         rows = tuple(_build(TableRow, entry) for entry in values.pop("rows", ()))
-        corpora = tuple(_build(Corpus, {"name": key, **entry}) for key, entry in values.pop("corpora", {}).items())
+        corpora = tuple(_build(PaperCorpus, {"name": key, **entry}) for key, entry in values.pop("corpora", {}).items())
         table = _build(PaperTable, {"name": path.stem, "columns": columns, "rows": rows, "corpora": corpora, **values})
         _check(table)
     except ValueError as error:
@@ -231,7 +228,7 @@ def _check(table: PaperTable) -> None:
     expect("kind", table.kind, ("scores", *TIMED))
     if set(table.scales) - {MEDIUM} != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)} and perhaps {MEDIUM}, got {', '.join(table.scales)}")
-    for corpus in table.corpora or (Corpus(""),):
+    for corpus in table.corpora or (PaperCorpus(""),):
         fields = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
         changes = [table.edits, *table.scales.values()]
         if corpus.start:

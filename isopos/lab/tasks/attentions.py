@@ -29,7 +29,6 @@ class BaselineAttention(nn.Module, ABC):
 
     Args:
         model_dim: Width of inputs and outputs.
-        heads: Number of heads.
         length: Tokens of the longest sample.
         dropout: Probability with which a weight is dropped in training.
     """

@@ -14,7 +14,7 @@ from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import BASELINES, check_baseline, replace_attention
 from isopos.lab.tasks.task import Recipe, Task, require
 from isopos.models import TOKEN_STD, PerLayer
-from isopos.positions import Group, Tree
+from isopos.positions import Group
 from isopos.schemes import Scheme, build
 from isopos.spec import of_layers, split_spec
 
@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"  # of a finished run
 SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields that a warm start keeps
 
 
-def memory() -> float:
+def machine_memory() -> float:
     """Bytes of memory of this machine; infinity if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -59,52 +59,6 @@ def _build(recipe: Recipe, spec: str) -> Scheme:
     return scheme
 
 
-def check_group(
-    recipe: Recipe,
-    kinds: tuple[type[Group], ...],
-    where: str,
-    *,
-    length: int = 0,
-    field: str = "longest",
-    remedy: str = "leaves longer ones out",
-    branches: int = 0,
-    axes: int = 0,
-) -> Scheme | PerLayer:
-    """The scheme of a recipe (see `build_scheme`), after checks that it fits the samples.
-
-    Args:
-        recipe: The recipe.
-        kinds: Groups of positions that the samples have.
-        where: The same in words: "on a line, which text has".
-        length: Number of tokens of the longest sample.
-        field: The field of the task that limits the length.
-        remedy: The effect of a smaller value of that field.
-        branches: Largest number of children in the samples' trees.
-        axes: Largest number of axes of grids; 0: any.
-
-    Raises:
-        ValueError: If the scheme has positions of another kind, or too few.
-    """
-    scheme = build_scheme(recipe)
-    if not isinstance(scheme.group, kinds) or (axes and not (scheme.group.is_grid and scheme.group.columns <= axes)):
-        name = split_spec(of_layers(recipe.scheme)[0])[0]
-        raise ValueError(
-            f"schemes: expected positions {where}, but {recipe.scheme} takes positions of a {scheme.group.noun}; "
-            f"use isopos.{name.replace('-', '_')} in a model of such data; isopos show {name} draws it"
-        )
-    longest = scheme.max_length
-    if longest is not None and longest < length:
-        raise ValueError(
-            f"{field}: expected at most {longest}, for which {recipe.scheme} has positions, got {length}; "
-            f"--{field} {longest} {remedy}"
-        )
-    if isinstance(scheme.group, Tree) and scheme.group.branches < branches:
-        raise ValueError(
-            f"branches: expected at most the {scheme.group.branches} of {recipe.scheme}, got trees with {branches}"
-        )
-    return scheme
-
-
 def repeated_positions(recipe: Recipe, scheme: Scheme | PerLayer, length: int) -> list[str]:
     """A warning for each permutation of a scheme that repeats within `length` positions."""
     return [
@@ -118,9 +72,6 @@ def warm_start_recipe(folder: Path, recipe: Recipe, kind: type[Task], also: Sequ
     """The recipe of a finished run whose weights are the initial weights of another recipe.
 
     Args:
-        folder: The folder of the run.
-        recipe: The recipe to be trained.
-        kind: The task of the run.
         also: Names of further fields in which both must agree.
 
     Raises:
@@ -163,14 +114,17 @@ def build_model(recipe: Recipe, kind: Callable[..., Built], *first: int, **optio
     The global random state is unchanged.
 
     Args:
-        recipe: The recipe.
-        kind: The class of the model.
         first: Its first arguments, which the task determines, such as the size of the vocabulary.
         options: Its further arguments.
     """
     m = recipe.model
     least = 4 * m.model_dim * (first[0] + m.layers * (4 * m.model_dim + 2 * (m.hidden_dim or 4 * m.model_dim)))  # bytes
-    require("model_dim", m.model_dim, f"weights that this machine has memory for, not {least >> 30:,} GiB", least < memory())
+    require(
+        "model_dim",
+        m.model_dim,
+        f"weights that this machine has memory for, not {least >> 30:,} GiB",
+        least < machine_memory(),
+    )
     scheme = build_scheme(recipe)
     sizes = {name: getattr(m, name) for name in ("activation", "norm", "dropout", "stochastic_depth", "recompute")}
     sizes["hidden_dim"] = m.hidden_dim or None

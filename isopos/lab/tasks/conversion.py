@@ -74,9 +74,9 @@ class Conversion(Task):
     def reinitialised(self, recipe: Recipe) -> tuple[str, ...]:
         return ()
 
-    def load(self, recipe: Recipe, console: Console | None = None, run: Path | None = None) -> "Windows":
+    def load(self, recipe: Recipe, console: Console | None = None, run: Path | None = None) -> "ConversionText":
         chosen = "bytes" if self.tokenizer == "bytes" else Pretrained(Path(self.source))
-        return Windows(self, corpora.load_corpus(self.data, self.length, tokenizer=chosen, console=console))
+        return ConversionText(self, corpora.load_corpus(self.data, self.length, tokenizer=chosen, console=console))
 
 
 class Converted(nn.Module):
@@ -117,7 +117,7 @@ class Converted(nn.Module):
         return distances(self.original, self.student, tokens)
 
 
-class Windows(Data):
+class ConversionText(Data):
     """A text for both stages."""
 
     def __init__(self, task: Conversion, corpus: corpora.Corpus):
@@ -160,11 +160,7 @@ def _nats(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 class Pretrained(Tokenizer):
-    """The tokenizer in a folder of transformers, without special tokens around the text.
-
-    Args:
-        folder: The folder.
-    """
+    """The tokenizer in a folder of transformers, without special tokens around the text."""
 
     def __init__(self, folder: Path):
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]

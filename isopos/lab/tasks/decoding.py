@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isopos.deprecation import renamed
 from isopos.lab.data.corpora import Corpus
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.models import Decoder
 from isopos.parallel import cut, summed
-
-__getattr__ = renamed(__name__, {"choose": "isopos.lab.tasks.decoding.sample_tokens"})
 
 PIECE = 4096  # largest number of tokens per call
 LOGITS = 1 << 27  # largest number of logits per call

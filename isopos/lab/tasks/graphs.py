@@ -11,7 +11,7 @@ from isopos.lab.data import graphs
 from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
@@ -38,30 +38,18 @@ class GraphDistance(PositionedTask):
     unit = "graphs"
     counted = "graphs"
     limits = (("vertices", 4, 4096), ("farthest", 2, 100), ("graphs", 20, 10**7), ("validation_rows", 0, 10**9))
-    groups, where = ("Line", "Product"), "on a line or on a grid, whose axes are eigenvectors of a graph"
-    metrics = accuracy("held-out graphs", "whose distance is found")
+    axes, where, bound = 0, "on a line or on a grid, whose axes are eigenvectors of a graph", ("vertices", "fits")
+    metrics = classifier_metrics("held-out graphs", "whose distance is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of graphs of {self.vertices} nodes by the distance of two of them."
 
-    @property
-    def fits(self) -> dict[str, object]:
-        return {"length": self.vertices, "reach": self.vertices}
-
     def check_groups(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Product
-
-        scheme = check_group(recipe, (Line, Product), self.where, length=self.vertices, field="vertices", remedy="fits")
-        group = scheme.group
-        require("schemes", recipe.scheme, f"positions {self.where}", group.columns == 1 or group.is_grid)
+        scheme = super().check_groups(recipe)
+        group, axes = scheme.group, scheme.group.columns
+        require("schemes", recipe.scheme, f"positions {self.where}", axes == 1 or group.is_grid)
         require("farthest", self.farthest, f"less than the {self.vertices} nodes", self.farthest < self.vertices)
-        require(
-            "vertices",
-            self.vertices,
-            f"more than the {group.columns} axes of {recipe.scheme}",
-            self.vertices > group.columns,
-        )
+        require("vertices", self.vertices, f"more than the {axes} axes of {recipe.scheme}", self.vertices > axes)
         return scheme
 
     def model(self, recipe: Recipe) -> Any:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.deprecation import renamed
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe, Scored, View, require
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.images import ImageDataset
 
-__getattr__ = renamed(__name__, {"Album": "isopos.lab.tasks.images.ImageSamples"})
 
 CROP = 8  # training images are shifted by at most 1 / CROP of a side
 
@@ -75,8 +73,8 @@ class Images(PositionedTask):
     )
     inferred = ("height", "width", "channels", "classes")
     views = ("split", "limit", "height", "width", "shift")
-    groups, where = ("Line", "Product"), "on a line or on a grid of 2 axes, which images have"
-    metrics = accuracy("held-out images", "whose class is named")
+    where = "on a line or on a grid of 2 axes, which images have"
+    metrics = classifier_metrics("held-out images", "whose class is named")
 
     def setting(self, recipe: Recipe) -> str:
         return (

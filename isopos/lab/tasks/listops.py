@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isopos.lab.data import random_expressions
-from isopos.lab.data.expressions import NUMBERS, TOKENS, Expression, generate, read_expressions, to_text, tree_nodes
+from isopos.lab.data.expressions import (
+    NUMBERS,
+    TOKENS,
+    Expression,
+    expression_text,
+    generate_expressions,
+    read_expressions,
+    tree_nodes,
+)
 from isopos.lab.data.splits import Splits
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy, on_line_or_tree
+from isopos.lab.tasks.samples import Labelled, classifier_metrics, on_line_or_tree
 from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
@@ -59,7 +67,7 @@ class ListOps(PositionedTask):
     )
     inferred = ("longest", "branches")
     groups, where = ("Line", "Tree"), "on a line or in a tree, which expressions have"
-    metrics = accuracy("held-out expressions", "whose value is found")
+    metrics = classifier_metrics("held-out expressions", "whose value is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of expressions of at most {self.longest} tokens, whose trees have {self.branches} branches."
@@ -86,7 +94,7 @@ class ListOps(PositionedTask):
             held = min(HELD_OUT, self.expressions // 12)
             settings = random_expressions.Settings(self.depth, self.arguments, self.shortest, self.longest)
             return Expressions(self, random_expressions.prepare(0, (self.expressions - 2 * held, held, held), settings))
-        rows = read_expressions(self.data, console=console) if self.data else generate(0, COUNTS, **RANDOM)
+        rows = read_expressions(self.data, console=console) if self.data else generate_expressions(0, COUNTS, **RANDOM)
         if self.longest:
             rows = rows.keep("longer", {name: some.lengths[:, 0] <= self.longest for name, some in rows.splits.items()})
         return Expressions(self, rows)
@@ -100,7 +108,8 @@ class Expressions(Labelled):
         self.sha256, self.limit = self._hash(), task.validation_rows
         counts = " + ".join(str(len(rows)) for rows in self.rows.values())
         answers, frequent = self.labels("validation"), int(np.bincount(self.labels("train")).argmax())
-        by_first = [_by_first(row) for row in self.rows["validation"]]
+        extremes = {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}  # guesses by the first token; 4 for others
+        by_first = [extremes.get(row.tokens[0], 4) for row in self.rows["validation"]]
         self.summary = (
             f"{counts} expressions{expressions.summary}; without a model: always {frequent} "
             f"{(answers == frequent).mean():.1%}, by the first operator {(answers == by_first).mean():.1%}"
@@ -126,7 +135,7 @@ class Expressions(Labelled):
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
         rows = self.rows["validation"]
         return [
-            {"expression": to_text(rows[row].tokens), "answer": answer, "model": guess}
+            {"expression": expression_text(rows[row].tokens), "answer": answer, "model": guess}
             for row, answer, guess in self.guesses(model, recipe, count)
         ]
 
@@ -138,8 +147,3 @@ class Expressions(Labelled):
             for n, row in enumerate(rows):
                 digest.update(b"\xff" * (n > 0) + row.tokens)
         return digest.hexdigest()
-
-
-def _by_first(row: Expression) -> int:
-    """A guess by the first token only: 0 for a minimum, 9 for a maximum, else 4."""
-    return {NUMBERS["[MIN"]: 0, NUMBERS["[MAX"]: 9}.get(row.tokens[0], 4)

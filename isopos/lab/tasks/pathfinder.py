@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isopos.deprecation import renamed
 from isopos.lab.data import pathfinder
 from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.prepare import progress_bars
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy
+from isopos.lab.tasks.samples import Labelled, classifier_metrics
 from isopos.lab.tasks.task import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-__getattr__ = renamed(__name__, {"Pictures": "isopos.lab.tasks.pathfinder.PathfinderSamples"})
 
 GREYS = 256
 
@@ -49,8 +47,8 @@ class Pathfinder(PositionedTask):
         (("distractors", "validation_rows"), 0, 10**9),
         ("pictures", 20, 10**8),
     )
-    groups, where = ("Line", "Product"), "in a row or on a grid of 2 axes, which pixels have"
-    metrics = accuracy("held-out pictures", "classified correctly as connected or not")
+    where = "in a row or on a grid of 2 axes, which pixels have"
+    metrics = classifier_metrics("held-out pictures", "classified correctly as connected or not")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of pictures of {self.side} x {self.side} pixels, a token each."

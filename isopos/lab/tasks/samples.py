@@ -20,11 +20,11 @@ AT_ONCE = 1 << 14  # largest number of tokens scored at once
 PAIRS = 1 << 21  # largest number of scores per head scored at once
 
 
-def accuracy(what: str, right: str) -> tuple[Metric, Metric]:
+def classifier_metrics(what: str, right: str) -> tuple[Metric, Metric]:
     """Metrics of a classifier: accuracy, described as the share of `what` that is `right`, and cross-entropy.
 
     Examples:
-        >>> accuracy("held-out texts", "named correctly")[0].note
+        >>> classifier_metrics("held-out texts", "named correctly")[0].note
         'accuracy: share of held-out texts named correctly'
     """
     return (
@@ -66,7 +66,6 @@ def on_line_or_tree(recipe: Recipe, tokens: Sequence[Any], nodes: Callable[[int]
     """Tokens ``[b t]`` of samples, positions as the scheme needs, and the mask ``[b t]``.
 
     Args:
-        recipe: The recipe.
         tokens: Tokens of each sample.
         nodes: The tree positions ``[t 2]`` of a sample by its index.
 

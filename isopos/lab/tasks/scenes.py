@@ -47,6 +47,7 @@ class Scenes(PositionedTask):
         ("colours", 2, 255),
         (("scenes", "held_out"), 1, 10**7),
     )
+    axes, bound = 0, ("", "")  # checked below
     where = "of cameras, of a line, or of a grid of 2 or 3 axes, which pixels of views have"
     metrics = (
         Metric(
@@ -70,10 +71,7 @@ class Scenes(PositionedTask):
         )
 
     def check_groups(self, recipe: Recipe) -> Any:
-        from isopos.lab.tasks.build import check_group
-        from isopos.positions import Line, Product
-
-        scheme = check_group(recipe, (Line, Product), self.where)
+        scheme = super().check_groups(recipe)
         group, longest = scheme.group, scheme.max_length
         require("schemes", recipe.scheme, f"positions for {self.tokens} pixels", longest is None or longest >= self.tokens)
         if not (_of_cameras(group) or group.columns == 1 or (group.is_grid and group.columns <= 3)):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isopos.deprecation import renamed
 from isopos.lab.tasks.positioned import PositionedTask
 from isopos.lab.tasks.samples import Samples
 from isopos.lab.tasks.task import Cut, Metric, Recipe, Scored, View, evaluation, require
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.series import Series
 
-__getattr__ = renamed(__name__, {"Spans": "isopos.lab.tasks.series.ForecastSamples"})
 
 NOTE = "of standardised values, over the horizon"
 HOUR = 3600

@@ -13,7 +13,7 @@ from isopos.lab.data.arrays import Arrays
 from isopos.lab.data.texts import Texts, load_texts
 from isopos.lab.data.tokenizers import Tokenizer, tokenizer_arguments
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy, majority, padded
+from isopos.lab.tasks.samples import Labelled, classifier_metrics, majority, padded
 from isopos.lab.tasks.task import Recipe
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TextClasses(PositionedTask):
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     inferred = ("vocabulary", "classes")
     groups, where, bound = ("Line",), "on a line, which text has", ("longest", "cuts texts there")
-    metrics = accuracy("held-out texts", "whose class is found")
+    metrics = classifier_metrics("held-out texts", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
         tokens = "bytes" if self.tokenizer == "bytes" else f"tokens ({self.tokenizer})"
@@ -77,11 +77,8 @@ class TextSamples(Labelled):
     """Samples of one text or two, which are cut to fit.
 
     Args:
-        task: The settings.
         arrays: Tokens of all texts by split.
-        tokenizer: The tokenizer of the texts.
         each: Texts per sample.
-        splits: Names of the splits.
     """
 
     def __init__(self, task: Any, arrays: Arrays, tokenizer: Tokenizer, each: int, splits: Sequence[str]):
@@ -162,9 +159,6 @@ class LabelledTexts(TextSamples):
         """For towers, of the longer text."""
         joined = kept.sum(-1) + kept.shape[1] - 1 if self.task.pairs == "joined" else kept.max(-1)
         return joined + (self.task.pooling == "first")
-
-    def labels(self, split: str) -> np.ndarray:
-        return self.dataset.labels(split)
 
     def joined(self, texts: list[np.ndarray]) -> list[np.ndarray]:
         task, between = self.task, self.tokenizer.size

@@ -64,7 +64,6 @@ class Transduced(Samples):
     """Pairs for training and evaluation: teacher-forced, and decoded greedily.
 
     Args:
-        task: The settings.
         pairs: Sources and targets; pairs with a side of more than `task.longest` tokens are dropped.
         longer: What the summary calls these.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from isopos.lab.runs.files import read_json, write_text
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.samples import Labelled, accuracy, majority, on_line_or_tree
+from isopos.lab.tasks.samples import Labelled, classifier_metrics, majority, on_line_or_tree
 from isopos.lab.tasks.task import Recipe, require
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TreeClasses(PositionedTask):
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
     groups, where = ("Line", "Tree"), "in a tree or on a line"
-    metrics = accuracy("held-out trees", "whose class is found")
+    metrics = classifier_metrics("held-out trees", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
         return f"A classifier of trees of at most {self.longest} nodes and {self.branches} branches."
@@ -107,12 +107,12 @@ class LabelledTrees(Labelled):
         return *on_line_or_tree(recipe, tokens, nodes.__getitem__), torch.from_numpy(self.dataset.labels(split)[chosen])
 
     def examples(self, model: "nn.Module", recipe: Recipe, count: int) -> list[dict[str, Any]]:
-        from isopos.lab.data.treebank import to_text
+        from isopos.lab.data.treebank import tree_text
 
         dataset, examples = self.dataset, []
         for row, answer, guess in self.guesses(model, recipe, count):
             tokens, nodes = dataset.tree("validation", self.rows["validation"][row])
-            text = to_text([dataset.words[token] for token in tokens], nodes)
+            text = tree_text([dataset.words[token] for token in tokens], nodes)
             text = text if len(text) <= SHOWN else text[:SHOWN] + "..."
             examples.append({"tree": text, "class": dataset.classes[answer], "model": dataset.classes[guess]})
         return examples

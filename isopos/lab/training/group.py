@@ -28,7 +28,6 @@ def run_in_group(count: int, device: str, run: Callable[..., object], *arguments
     """Call ``run(rank, device, *arguments)`` in each of `count` processes, the default group of which is ready.
 
     Args:
-        count: Number of processes.
         device: cpu, where Gloo connects them, or cuda, where NCCL does and each has a GPU of its own.
         run: A function of a module, which other processes can import.
         arguments: For pickle.

@@ -18,10 +18,19 @@ from isopos import laws
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs import checkpoints
 from isopos.lab.runs.files import write_json
-from isopos.lab.runs.folders import EXAMPLES, Interrupted, Log, Result, check_same_recipe, create, fingerprint, read_rows
+from isopos.lab.runs.folders import (
+    EXAMPLES,
+    Interrupted,
+    Log,
+    Result,
+    check_same_recipe,
+    create,
+    data_fingerprint,
+    read_rows,
+)
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.attentions import BASELINES
-from isopos.lab.tasks.build import build_scheme
+from isopos.lab.tasks.build import build_scheme, machine_memory
 from isopos.lab.tasks.task import Data
 from isopos.lab.timing import interleave
 from isopos.lab.training import OnStep
@@ -89,6 +98,25 @@ def check_over(recipe: Recipe) -> None:
         )
 
 
+def check_memory(recipe: Recipe) -> None:
+    """Raise a ValueError if the activations that blocks keep for the backward pass exceed the memory of a process."""
+    t, m = recipe.training, recipe.model
+    units = recipe.task.size(recipe) / (t.accumulate * t.devices * t.nodes)
+    tensors = 1 if m.recompute else 8  # at least, per block: input, q, k, v, and the wider inside of the feed-forward
+    need, available = 4 * units * m.model_dim * m.layers * tensors, _memory(t.device, t.devices)
+    if need > available:
+        raise ValueError(
+            f"batch: expected one whose {t.accumulate} parts fit into the {available / 2**30:.1f} GiB of memory, "
+            f"got {t.batch}, which needs more than {need / 2**30:,.1f} GiB in each; choose a smaller batch, or a larger "
+            "--accumulate"
+        )
+
+
+def _memory(device: str, devices: int) -> float:
+    """Bytes of memory that each process may use; infinite where the system does not tell."""
+    return torch.cuda.mem_get_info(device)[1] if torch.device(device).type == "cuda" else machine_memory() / devices
+
+
 def train(
     recipe: Recipe,
     data: Data,
@@ -103,10 +131,6 @@ def train(
     A loss or gradient that is not finite ends the run with the status "diverged". The result of an ended run is returned.
 
     Args:
-        recipe: Of the run.
-        data: Of the run.
-        folder: Of the run.
-        on_step: Called after each step.
         resume: Continue from the last checkpoint in the folder, or from the start if there is none.
         overwrite: Replace the run in the folder.
 
@@ -126,7 +150,7 @@ def _train(
 ) -> Result | None:
     if resume:
         check_same_recipe(folder, recipe)
-        if (before := fingerprint(folder)) not in ("", data.sha256):
+        if (before := data_fingerprint(folder)) not in ("", data.sha256):
             raise ValueError(
                 f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
                 "give it back its data or choose another --name"
@@ -144,7 +168,7 @@ def _train(
     if last is not None and last.ended:
         fitted = None
     else:
-        state = checkpoints.read(last) if last else None
+        state = checkpoints.read_content(last) if last else None
         from isopos.lab.training import trainer  # imports Lightning, which takes seconds
 
         with Log(folder, last.step if last else 0) if first else nullcontext() as log:

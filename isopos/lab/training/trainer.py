@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -286,7 +286,7 @@ class _Training(LightningModule):
         if self.log_rows is not None:
             try:
                 self.log_rows.flush()
-                checkpoints.save(self.folder, state, self.step, validation, self.metric.better, self.ended)
+                checkpoints.save_checkpoint(self.folder, state, self.step, validation, self.metric.better, self.ended)
             except OSError as failure:
                 error = str(failure)
         error = self.trainer.strategy.broadcast(error)
@@ -336,7 +336,9 @@ def fit(
         except RuntimeError as error:
             if not is_of_another_process(error):
                 raise
-            _end_with_the_others(folder, training.step, first=log is not None)
+            if log is None:  # the first process tells
+                raise SystemExit(2) from None
+            raise OSError(_line(folder, training.step)) from None
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()  # its threads sometimes abort a process that exits
@@ -344,18 +346,6 @@ def fit(
     if training.signal and not stopped:  # too late for this run; the command checks for it next
         signals.remember(training.signal)
     return Fitted(training.status, training.weights, training.rate, stopped, training.step)
-
-
-def _end_with_the_others(folder: Path, step: int, *, first: bool) -> Never:
-    """End the first process with one line, and the others without one.
-
-    Raises:
-        OSError: In the first process.
-        SystemExit: In the others.
-    """
-    if not first:
-        raise SystemExit(2) from None
-    raise OSError(_line(folder, step)) from None
 
 
 def _line(folder: Path, step: int) -> str:

@@ -29,7 +29,7 @@ def nonfinite(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack([~x.isfinite().all(-1) for x in parts]).any(0)
 
 
-def joined(total: Tensor, clean: Tensor, seen: Tensor) -> Tensor:
+def with_gradient_of(total: Tensor, clean: Tensor, seen: Tensor) -> Tensor:
     """`total` where `seen` is True and `clean` elsewhere, with the gradient of `clean`."""
     return clean + torch.where(seen, total.detach() - clean.detach(), 0)
 
@@ -46,7 +46,7 @@ def contained(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tenso
     if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]) if known is None else known:
         return total
     clean, seen = cleaned(sums)
-    return total if bool(seen.all()) else joined(total, run(clean), seen)
+    return total if bool(seen.all()) else with_gradient_of(total, run(clean), seen)
 
 
 @torch.no_grad()

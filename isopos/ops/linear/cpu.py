@@ -16,7 +16,20 @@ from torch import Tensor
 
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
-from isopos.ops.library import KIND, TYPES, Call, Decay, Flags, Input, Sizes, State, View, flat, view, whole
+from isopos.ops.library import (
+    KIND,
+    TYPES,
+    Call,
+    DecayArgument,
+    Flags,
+    Input,
+    SizesArgument,
+    StateArgument,
+    ViewArgument,
+    flat,
+    view,
+    whole,
+)
 from isopos.ops.linear.autograd import needs, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.division import EPS, count, counted
@@ -120,7 +133,7 @@ class Pass:
         self.alive: list[Tensor] = []
         heads, length = self.leading.numel(), self.span.stop - self.span.start
         keys = self.spans[1].stop - self.spans[1].start
-        call = self.call = Call(Sizes(heads, self.leading[-1], length, keys), floor=EPS)
+        call = self.call = Call(SizesArgument(heads, self.leading[-1], length, keys), floor=EPS)
         call.flags = Flags(denominator, 0, n == scan.order[0], n == scan.order[-1], scan.reverse)
         size, split = call.size, call.split
         split.threads = torch.get_num_threads()
@@ -179,7 +192,7 @@ class Pass:
             call.out.sums, call.out.denominator, call.flags.divide = view(out), view(denominator), 1
         elif call.flags.denominated:
             call.size.values -= 1  # the last column is the denominator
-        call.grad_state = State(grads[0].data_ptr(), grads[-1].data_ptr())
+        call.grad_state = StateArgument(grads[0].data_ptr(), grads[-1].data_ptr())
         grad_features = [
             self._grads(*each) for each in zip(self.operands, self._parts(), self.rows, self.spans, strict=True)
         ]
@@ -235,12 +248,12 @@ class Pass:
         if g is not None:
             decays = [x[..., None] for x in g]  # of all tokens, since the token before the group is read, too
             self.alive += decays
-            call.decay = Decay(*(view(x) for x in decays))
+            call.decay = DecayArgument(*(view(x) for x in decays))
             for rows in (call.decay.query, call.decay.key):
                 rows.first += 8 * rows.token * self.span.start
-        call.state = State(states[0].data_ptr(), states[-1].data_ptr())
+        call.state = StateArgument(states[0].data_ptr(), states[-1].data_ptr())
         if saved:
-            call.saved = State(saved[0].data_ptr(), saved[-1].data_ptr())
+            call.saved = StateArgument(saved[0].data_ptr(), saved[-1].data_ptr())
 
     def _grads(self, operand: Operand, part: Input, rows: Sequence[Tensor] | None, span: Span) -> list[Tensor]:
         """Set where gradients of an operand go; returns the buffers for gradients of its table or of its features."""
@@ -254,7 +267,7 @@ class Pass:
             part.grad_table = view(table)
             return [table]
         buffers = [operand.buffers(f"cpu grad {m}", *x.shape[:-1], whole(x.shape[-1])) for m, x in enumerate(rows)]
-        part.grad, part.grad_unrotated = view(buffers[0]), view(buffers[1]) if len(buffers) > 1 else View()
+        part.grad, part.grad_unrotated = view(buffers[0]), view(buffers[1]) if len(buffers) > 1 else ViewArgument()
         return [grad[..., : x.shape[-1]] for grad, x in zip(buffers, rows, strict=True)]
 
 
@@ -316,7 +329,7 @@ class CpuSteps:
         self.inputs, self.shapes = tuple(flat(x) for x in sums.inputs), [x.shape for x in sums.inputs]
         self.strides = [x.stride() for x in self.inputs]  # which the call describes
         call.flags.denominated = sums.denominator is not None
-        call.state, call.saved = (State(x[0].data_ptr(), x[-1].data_ptr()) for x in (sums.stream.sums, self.sums))
+        call.state, call.saved = (StateArgument(x[0].data_ptr(), x[-1].data_ptr()) for x in (sums.stream.sums, self.sums))
         self.parts = call.q, call.k, call.v
         self.of_values = values.describe(call.v, self.inputs[2])[1]
         self.like = torch.empty_like(sums.v, memory_format=torch.contiguous_format)  # the fastest way to allocate outputs
@@ -382,7 +395,7 @@ class CpuSteps:
         self.step(self.reference)
         if status := self.status.value:
             self.status.value = 0
-            library.finite(status)
+            library.sums_finite(status)
         if denominator is not None:
             call.out.denominator.first = None
             count(denominator)
@@ -471,7 +484,11 @@ class Cpu(ScanKernel):
         if max(d, e) > library.WIDEST or (known[0].doubled > 1 and width % library.lanes()):
             return f"features come up to {library.WIDEST}, and twice as many as inputs by {library.lanes()}"
         lib = library.libraries()[0].get(library.lanes())
-        sums.notes["step"] = lib, known, Call(Sizes(math.prod(leading), leading[-1], 1, 1, d, e, unrotated), floor=EPS)
+        sums.notes["step"] = (
+            lib,
+            known,
+            Call(SizesArgument(math.prod(leading), leading[-1], 1, 1, d, e, unrotated), floor=EPS),
+        )
         return ""
 
     def _step(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -152,7 +152,7 @@ class CpuPlan:
         call[SCRATCH], call[TOTALS] = buffer.data_ptr(), buffer.data_ptr() + 4 * self.scratch
         call[STATUS] = ctypes.addressof(call) + ctypes.sizeof(Call)
         function(call)
-        return library.finite(call[-1])
+        return library.sums_finite(call[-1])
 
     def _fits(self, inputs: Sequence[Any], results: Sequence[Tensor], grad: Tensor) -> bool:
         """Whether saved tensors come back as they were; hooks may have changed them."""
