@@ -111,6 +111,28 @@ def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
 STRUCTURES = structures([*SCHEMES, *ENCODINGS_ALONE])
 
 
+def isometries(rows: list[SchemeCase], known: list[SchemeCase]) -> list[SchemeCase]:
+    """Rows in which each isometry and each class of encodings occurs once, if it does not occur in `known`."""
+    found: dict[Any, SchemeCase] = {}
+    for case in [*known, *rows]:
+        found.setdefault(_isometry(_built(case, case.kinds[0])), case)
+    return [*found.values()]
+
+
+def distinct(rows: list[SchemeCase]) -> list[SchemeCase]:
+    """Rows that differ in the structure of their first kind of attention or in the classes of encodings."""
+    found: dict[Any, SchemeCase] = {}
+    for case in rows:
+        built = _built(case, case.kinds[0])
+        found.setdefault((built.structure, built.classes, type(case.group)), case)
+    return [*found.values()]
+
+
+def _isometry(built: _Built) -> Any:
+    arguments = dict(part for part in built.structure if isinstance(part, tuple))
+    return arguments.get("isometry"), built.classes
+
+
 def covering() -> tuple[list[tuple[SchemeCase, str]], list[tuple[SchemeCase, str]]]:
     """Rows and kinds of attention in which everything occurs once: for slow tests of what concerns each of both parts alone.
 
@@ -121,9 +143,7 @@ def covering() -> tuple[list[tuple[SchemeCase, str]], list[tuple[SchemeCase, str
     others = [(own.case, own.kind) for own in structures(rows, "isometry")]
     found: dict[Any, tuple[SchemeCase, str]] = {}
     for case, kind in [*others, *pairs(), *((case, case.kinds[0]) for case in rows)]:
-        built = _built(case, kind)
-        arguments = dict(part for part in built.structure if isinstance(part, tuple))
-        found.setdefault((arguments.get("isometry"), built.classes), (case, kind))
+        found.setdefault(_isometry(_built(case, kind)), (case, kind))
     known = {(case.id, kind) for case, kind in others}
     return others, [(case, kind) for case, kind in found.values() if (case.id, kind) not in known]
 
