@@ -131,7 +131,7 @@ def test_four_processes_two_by_two_give_the_losses_of_one(tmp_path, single):
 
 
 def test_if_one_of_several_processes_is_killed_the_others_end_in_one_line(tmp_path):
-    process = _start(tmp_path, "killed", "--devices=3", "--steps=100000")
+    process = _start(tmp_path, "killed", "--devices=3", "--batch=3", "--steps=100000")
     try:
         _wait_for(tmp_path, "killed", 6)
         listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
