@@ -38,6 +38,18 @@ def _fresh_start():
 
 
 @pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Prepare data in a cache of the test."""
+    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def hf():
+    """Transformers, whose import takes seconds."""
+    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
+
+
+@pytest.fixture
 def isopos(monkeypatch, tmp_path, capsys):
     """Run a command line in an empty folder; returns exit status, output and error output."""
     monkeypatch.chdir(tmp_path)

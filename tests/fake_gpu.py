@@ -2,7 +2,7 @@
 
 Everything of a call runs except the kernels and the C code of launches: isopos, Triton's specialisation, its compiler and
 ptxas. Tensors are on the CPU, and outputs are whatever memory holds. It needs a process without Triton's interpreter
-(`triton_aot.compilers`). `python tests/fake_gpu.py` prints the time of calls in Python.
+(`triton_aot.started`). `python tests/fake_gpu.py` prints the time of calls in Python.
 """
 
 import os

@@ -86,6 +86,8 @@ class Forked:
 
 def _run(folder: str, environment: Mapping[str, str], out: Any, function: Callable[..., Any], arguments: Any) -> None:
     os.setsid()
+    usual = multiprocessing.get_all_start_methods()[0]
+    multiprocessing.set_start_method(usual, force=True)  # not the server's, by which a worker would import PyTorch again
     for stream in (1, 2):
         os.dup2(out.fileno(), stream)
     out.close()

@@ -1,8 +1,4 @@
-"""One sequence over a group of threads with separate Gloo groups, or of processes, compared with one process.
-
-``python -m torch.distributed.run --standalone --nproc-per-node=4 tests/shards.py`` compares structures in groups of 2, 3
-and 4 processes.
-"""
+"""One sequence over a group of threads with separate Gloo groups, or of processes, compared with one process."""
 
 import copy
 import itertools
@@ -135,7 +131,7 @@ def lengths_of(size: int, t: int) -> list[int]:
 
 
 def main() -> None:
-    """Structures of arguments in all settings, and all isometries without options, in groups of the 4 processes of torchrun.
+    """Structures of arguments in all settings, and all isometries without options, in groups of 4 processes.
 
     Each structure without its isometry is in groups of 2, 3 and 4. In float64; without options in float32, too; and softmax
     attention round a ring and in zig-zag shards.
@@ -197,7 +193,3 @@ def unordered(case: SchemeCase) -> bool:
     """Whether softmax attention with a scheme takes zig-zag shards."""
     scheme = case.build(attention="softmax")
     return not (scheme.group.refers_to_rows or scheme.outside or scheme.phases)
-
-
-if __name__ == "__main__":
-    main()

@@ -92,14 +92,22 @@ def _built(case: SchemeCase, kind: str) -> _Built:
     return _BUILT[id(case), kind]
 
 
-def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
+Where = Callable[[SchemeCase, str], bool]  # of a row and a kind of attention
+
+
+def everywhere(case: SchemeCase, kind: str) -> bool:
+    """No limit to the rows and kinds."""
+    return True
+
+
+def structures(rows: list[SchemeCase], *apart: str, where: Where = everywhere) -> list[Structure]:
     """Structures of rows and their kinds of attention, each represented by its cheapest row.
 
     They exclude the arguments named by `apart`, which a test combines with the others.
     """
     found: dict[Any, list[tuple[Any, Structure]]] = {}
     for case in rows:
-        for kind in case.kinds:
+        for kind in (kind for kind in case.kinds if where(case, kind)):
             built = _built(case, kind)
             seen = tuple(part for part in built.structure if not (isinstance(part, tuple) and part[0] in apart))
             found.setdefault(seen, []).append((built.cost, Structure(kind, case, [])))
@@ -111,31 +119,48 @@ def structures(rows: list[SchemeCase], *apart: str) -> list[Structure]:
 STRUCTURES = structures([*SCHEMES, *ENCODINGS_ALONE])
 
 
-def covering() -> tuple[list[tuple[SchemeCase, str]], list[tuple[SchemeCase, str]]]:
-    """Rows and kinds of attention in which everything occurs once: for slow tests of what concerns each of both parts alone.
+def isometries(rows: list[SchemeCase], known: list[SchemeCase]) -> list[SchemeCase]:
+    """Rows in which each isometry and each class of encodings occurs once, if it does not occur in `known`."""
+    found: dict[Any, SchemeCase] = {}
+    for case in [*known, *rows]:
+        found.setdefault(_isometry(_built(case, case.kinds[0])), case)
+    return [*found.values()]
+
+
+def _isometry(built: _Built) -> Any:
+    arguments = dict(part for part in built.structure if isinstance(part, tuple))
+    return arguments.get("isometry"), built.classes
+
+
+def covering(where: Where = everywhere) -> tuple[list[tuple[SchemeCase, str]], list[tuple[SchemeCase, str]]]:
+    """Rows and kinds of attention in which everything occurs once: for tests of what concerns each of both parts alone.
 
     The first list has each structure of the arguments but for the isometry. The second one adds rows, so that each isometry
     and each class of encodings occurs.
     """
     rows = [*SCHEMES, *ENCODINGS_ALONE]
-    others = [(own.case, own.kind) for own in structures(rows, "isometry")]
+    others = [(own.case, own.kind) for own in structures(rows, "isometry", where=where)]
     found: dict[Any, tuple[SchemeCase, str]] = {}
-    for case, kind in [*others, *pairs(), *((case, case.kinds[0]) for case in rows)]:
-        built = _built(case, kind)
-        arguments = dict(part for part in built.structure if isinstance(part, tuple))
-        found.setdefault((arguments.get("isometry"), built.classes), (case, kind))
+    for case, kind in [*others, *pairs(where), *((case, case.kinds[0]) for case in rows if where(case, case.kinds[0]))]:
+        found.setdefault(_isometry(_built(case, kind)), (case, kind))
     known = {(case.id, kind) for case, kind in others}
     return others, [(case, kind) for case, kind in found.values() if (case.id, kind) not in known]
 
 
-def pairs(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Iterator[tuple[SchemeCase, str]]:
+def pairs(where: Where = everywhere) -> Iterator[tuple[SchemeCase, str]]:
     """Row and kind of attention of each structure."""
     return ((own.case, own.kind) for own in STRUCTURES if where(own.case, own.kind))
 
 
-def over_structures(where: Callable[[SchemeCase, str], bool] = lambda case, kind: True) -> Decorator:
+def over_structures(where: Where = everywhere) -> Decorator:
     """Parametrise a test of a `case` and a `kind` by families of presets, for all structures of their rows."""
     return over_pairs(pairs(where))
+
+
+def over_covering(where: Where = everywhere) -> Decorator:
+    """Parametrise a test in the same way by the rows of `covering`."""
+    others, isometries = covering(where)
+    return over_pairs([*others, *isometries])
 
 
 def over_other_rows() -> Decorator:

@@ -21,7 +21,7 @@ from cases import (
     softmax_by_definition,
     with_kinds,
 )
-from structures import over_structures
+from structures import over_covering
 from torch import nn
 
 from isopos import Attention, bases, couplings, encodings, schemes
@@ -34,7 +34,7 @@ from isopos.schemes import compose
 WIDTH = HEAD_DIM * HEADS
 DEFINITIONS = {"linear": quadratic, "softmax": softmax_by_definition}
 causality = each("causal", [True, False], ids=["causal", "both-ways"])
-every = over_structures()
+every = over_covering()
 
 
 def made(case, kind=None):
@@ -61,7 +61,7 @@ def test_it_is_projections_around_attention(case, kind):
     close(layer(x, scheme.at(at, dtype=torch.float64), causal=True), expected, roundings=1000 * TOLERANCE)
 
 
-@over_structures(lambda case, kind: case.both_ways)
+@over_covering(lambda case, kind: case.both_ways)
 def test_cross_attention_to_a_context_with_padding(case, kind):
     (scheme, layer), x, context = made(case, kind), tokens(2, 4), tokens(2, 9)
     if scheme.decay is not None:

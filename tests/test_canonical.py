@@ -19,6 +19,7 @@ from cases import (
     scheme_case,
     with_kinds,
 )
+from structures import over_covering
 
 from isopos import biases, couplings, encodings, schemes
 from isopos.attention import linear_attention, softmax_attention
@@ -32,6 +33,7 @@ RELATIVE = [case for case in SCHEMES if case.name not in ABSOLUTE]
 EXACT = [case for case in RELATIVE if not case.inside]
 ROUNDINGS = 1e5  # powers and exponentials of a generator, to hundreds of steps
 every = over_rows(EXACT)
+few = over_covering(lambda case, kind: case in EXACT and kind == case.kinds[0])
 
 
 def made(case, kind=None, **more):
@@ -81,9 +83,9 @@ def test_primitives_sum_to_the_scores(case):
         same(made(case, kind), case.positions(t=9))
 
 
-@every
-def test_primitives_sum_to_the_scores_of_other_keys(case):
-    scheme = made(case)
+@few
+def test_primitives_sum_to_the_scores_of_other_keys(case, kind):
+    scheme = made(case, kind)
     y = case.positions(t=9)
     if scheme.decay is not None:  # between neighbours: linear attention takes the order of tokens for that of positions
         y = 3 * sequence(9)
@@ -100,9 +102,11 @@ def test_decays_of_keys_elsewhere_shrink_with_distance_or_are_refused():
         same(scheme_case("alibi").build(), sequence(4), sequence(4) + 5)
 
 
-@over_rows([case for case in EXACT if case.group.is_grid])  # of others all positions are random
-def test_primitives_sum_to_the_scores_at_random_positions(case):
-    scheme = made(case)
+@over_covering(
+    lambda case, kind: case in EXACT and case.group.is_grid and kind == case.kinds[0]
+)  # of others all positions are random
+def test_primitives_sum_to_the_scores_at_random_positions(case, kind):
+    scheme = made(case, kind)
     x = scheme.group.random(8)
     same(scheme, x.sort(0).values if isinstance(scheme.group, Line) else x)
 

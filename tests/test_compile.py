@@ -1,5 +1,6 @@
 """Test that attention compiles into one graph, equals eager mode, and does not recompile for each length."""
 
+import functools
 import sys
 
 import pytest
@@ -16,17 +17,18 @@ from isopos.positions import Line, sequence
 
 
 class Attend(nn.Module):
-    """A scheme and its attention, evaluated from positions."""
+    """A scheme and its attention, with `causal` or without or both, evaluated from positions."""
 
-    def __init__(self, case, kind=None, causal=True, **more):
+    def __init__(self, case, kind=None, ways=(True,), **more):
         super().__init__()
-        self.kind, self.causal = kind or case.kinds[0], causal
+        self.kind, self.ways = kind or case.kinds[0], ways
         self.scheme = perturb(case.build(attention=self.kind, **more)).float()
 
     def forward(self, q, k, v, x, mask=None):
         if self.scheme.embedding is not None:
             v = v + self.scheme.embedding(x)[..., :1].unsqueeze(-3)
-        return ATTENTION[self.kind](q, k, v, **self.scheme.at(x), causal=self.causal, mask=mask)
+        attend = functools.partial(ATTENTION[self.kind], q, k, v, **self.scheme.at(x), mask=mask)
+        return torch.cat([attend(causal=causal) for causal in self.ways], -1)
 
     def inputs(self, t, **more):
         """Queries, keys and values, and positions of t tokens."""
@@ -69,36 +71,38 @@ def compare(module, compiled, t=70, mask=None, roundings=2048):
 # Each structure without the isometry is compiled with and without `causal`, and each isometry and class of encodings once.
 # Fast tests compile the first of these, which are compiled at several lengths, too.
 SUMMED = ("rope", "permuteformer", "ape-tree", "horn-clipped", "t5", "cosformer", "spe-sine")
+FIRST = {case.name: case for case in PRESETS}
 
 
 def rows():
-    """Rows of `case, (kind, causal)`, and whether a row runs only in slow tests."""
-    first = {case.name: case for case in PRESETS}
-    chosen = [((first[name], (first[name].kinds[0], True)), name not in SUMMED[:5]) for name in SUMMED]
+    """Rows of `case, kind, ways`, and whether a row runs only in slow tests."""
+    first = [(FIRST[name], FIRST[name].kinds[0], (True,)) for name in SUMMED[:5]]
     others, more = covering()
-    every = [(case, (kind, True)) for case, kind in [*others, *more]]
-    every += [(case, (kind, False)) for case, kind in others if case.both_ways]
-    seen = {(case.id, way) for (case, way), _ in chosen}
-    yield from ((*row, slow) for row, slow in chosen)
-    yield from ((case, way, True) for case, way in every if (case.id, way) not in seen)
+    every = [(*row, row[0].ways) for row in others] + [(*row, (True,)) for row in more]
+    yield from ((*row, False) for row in first)
+    yield from ((*row, True) for row in every if row not in first)
 
 
 def parametrized(chosen):
-    """Parameters of a test from cases, each with (kind, causal) and whether it is slow."""
+    """Parameters of a test from cases, each with a kind, ways and whether it is slow."""
     return pytest.mark.parametrize(
-        ("case", "kind", "causal"),
+        ("case", "kind", "ways"),
         [
             pytest.param(
-                case, *way, id=f"{case.id}-{way[0]}{'' if way[1] else '-both-ways'}", marks=[pytest.mark.slow] * slow
+                case,
+                kind,
+                ways,
+                id="-".join((case.id, kind, *("both-ways",) * (False in ways))),
+                marks=[pytest.mark.slow] * slow,
             )
-            for case, way, slow in chosen
+            for case, kind, ways, slow in chosen
         ],
     )
 
 
 @parametrized(rows())
-def test_one_graph_equals_eager(case, kind, causal):
-    module = Attend(case, kind, causal)
+def test_one_graph_equals_eager(case, kind, ways):
+    module = Attend(case, kind, ways)
     vanishing = case.id == "permuteformer-orthogonal"  # whose denominators change sign: gradients are as large as 1e11
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     compare(module, compiled, mask=torch.rand(2, 70) < 0.7, roundings=16384 if vanishing else 2048)
@@ -113,18 +117,18 @@ def lengths_share_graphs(module, **options):
     assert counter.graphs <= 2  # the first length, then any
 
 
-def of_lengths(case):
-    """Pairs (kind, causal) in which a preset is compiled at several lengths."""
-    first = (case.kinds[0], True)
-    yield first, case.name not in SUMMED[:2]
-    if case.name in SUMMED:
-        yield from (((kind, causal), True) for kind in case.kinds for causal in (True, False) if (kind, causal) != first)
+def of_lengths():
+    """Presets in their first kind, in which everything occurs once; those of `SUMMED` in all kinds and ways."""
+    others, more = covering(lambda case, kind: case in PRESETS and kind == case.kinds[0])
+    yield from ((*row, (True,), row[0].name not in SUMMED[:1]) for row in [*others, *more])
+    for name in SUMMED:
+        yield from ((FIRST[name], kind, FIRST[name].ways, True) for kind in FIRST[name].kinds)
 
 
-@parametrized([(case, *way) for case in PRESETS for way in of_lengths(case)])
-def test_lengths_share_graphs(case, kind, causal):
+@parametrized(of_lengths())
+def test_lengths_share_graphs(case, kind, ways):
     decays = case.decays(kind) and case.name != "fox"  # which has one of its own
-    lengths_share_graphs(Attend(case, kind, causal, **({"decay": "retnet"} if decays else {})))
+    lengths_share_graphs(Attend(case, kind, ways, **({"decay": "retnet"} if decays else {})))
 
 
 def test_lengths_share_graphs_when_every_size_is_dynamic():
@@ -132,7 +136,7 @@ def test_lengths_share_graphs_when_every_size_is_dynamic():
 
 
 def test_a_model_compiles_once_for_all_lengths():
-    model, counter = Decoder(11, 16, 2, scheme_case("rope-decay").build()), Counter()
+    model, counter = Decoder(11, 16, 1, scheme_case("rope-decay").build()), Counter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for t in (9, 33, 130):
         x = torch.randint(11, (2, t))

@@ -14,7 +14,7 @@ from isopos.integrations.transformers.patching import load, patch, unpatch  # wi
 from isopos.lab.data.tokenizers import Bytes
 from isopos.lab.reports import progress
 
-pytestmark = pytest.mark.oracles
+pytestmark = [pytest.mark.oracles, pytest.mark.usefixtures("hf")]
 LENGTH = 12
 SCHEMES = {  # with a window, or none
     "rope": ({"decay": "retnet"}, None),
@@ -28,11 +28,6 @@ SCHEMES = {  # with a window, or none
     "selective": ({}, 4),
     "path": ({}, 4),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hf():
-    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
 
 
 def tokens(batch=2, length=LENGTH):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import ENCODINGS, close, each, ids, inputs
 from pretend import DEVICE, There, WithoutFloat64, narrow
-from structures import over_structures
+from structures import over_covering
 from torch import Tensor
 
 import isopos
@@ -54,7 +54,7 @@ def test_the_device_refuses_float64():
     assert exact.float64_device(torch.device("cuda:1")) == torch.device("cuda:1")
 
 
-@over_structures()
+@over_covering()
 def test_schemes_give_what_they_give_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
     x = narrow(case.positions(2, t=T))

@@ -9,7 +9,7 @@ from trainers import run_all
 from isopos.lab import tasks
 from isopos.lab.runs.folders import read_rows
 
-SIZES = ["--steps=12", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--save-every=4", "--device=cpu"]
+SIZES = ["--steps=6", "--batch=8", "--layers=1", "--model-dim=16", "--heads=2", "--save-every=3", "--device=cpu"]
 SMALL = {  # data that come with isopos, as little as each task has, and a scheme that it is there for
     "language": ["--length=32", "--validation-tokens=64"],
     "bidirectional": ["--length=32"],
@@ -44,7 +44,8 @@ def _losses(folder, name):
 def pairs(tmp_path_factory):
     """A folder with a run of each task in two processes."""
     folder = tmp_path_factory.mktemp("pairs")
-    run_all(folder, 2, [_arguments(task, task, "--devices=2", "--strategy=fsdp2", "--accumulate=2") for task in SMALL])
+    options = "--devices=2", "--strategy=fsdp2", "--accumulate=2", "--save-every=6"
+    run_all(folder, 2, [_arguments(task, task, *options) for task in SMALL])
     return folder
 
 
@@ -54,11 +55,11 @@ def test_two_processes_and_resumed_runs_are_those_of_one(isopos, tmp_path, pairs
         with subtests.test(task=task):
             code, _, err = isopos(*_arguments(task, task))
             whole = _losses(tmp_path, task)
-            assert (code, len(whole)) == (0, 12), err
+            assert (code, len(whole)) == (0, 6), err
             assert _losses(pairs, task) == pytest.approx(whole, abs=1e-5)
             run = tmp_path / "runs" / task
             (run / "result.json").unlink()
-            shutil.rmtree(run / "checkpoints" / "step-00000012")
+            shutil.rmtree(run / "checkpoints" / "step-00000006")
             code, _, err = isopos(*_arguments(task, task, "--resume", "--workers=2"))
             assert (code, _losses(tmp_path, task)) == (0, whole), err
 

@@ -24,13 +24,9 @@ from isopos.lab.tables.loader import FOLDER, load_table
 from isopos.lab.tasks.glue import Glue, _figure
 from isopos.lab.tasks.task import View
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "glue"
 PAIRS = [("A cat sat.", "A cat stood."), ("Two dogs ran.", "Dogs ran."), ("It rained.", "It did not rain.")]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def table(path, header, rows):

@@ -11,12 +11,8 @@ from isopos.lab.data import graphs
 from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.graphs import GraphDistance
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SIZES = {"batch": 8, "layers": 1, "model_dim": 32, "heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def ready(scheme, **settings):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, PRESETS, STEPS, TOLERANCE, close, each, ids, over_rows, perturb
-from structures import over_structures
+from structures import over_covering
 
 from isopos import Decoder, schemes
 from isopos.models import Block, Classifier, Encoder, Vision
@@ -27,7 +27,7 @@ def tokens(*shape):
     return torch.randint(VOCABULARY, shape)
 
 
-@over_structures(lambda case, kind: isinstance(case.group, Line))
+@over_covering(lambda case, kind: isinstance(case.group, Line))
 def test_shift_and_causality(case, kind):
     model, x = made(case, attention=kind), tokens(2, T)
     y = model(x)
@@ -124,7 +124,7 @@ def test_learned_positions_end():
 
 
 @torch.no_grad()
-@over_structures(lambda case, kind: isinstance(case.group, Line) and case.streams(kind))
+@over_covering(lambda case, kind: isinstance(case.group, Line) and case.streams(kind))
 def test_a_decoder_streams(case, kind):
     model, x = made(case, attention=kind).eval(), tokens(3, 8)
     whole = model(x)
@@ -236,7 +236,7 @@ def padded(case, lengths):
     return x, at, mask
 
 
-@over_structures(lambda case, kind: case.both_ways)
+@over_covering(lambda case, kind: case.both_ways)
 def test_padding_and_other_samples_change_nothing(case, kind):
     lengths, scheme = [5, 7, 1], case.build(attention=kind)
     x, at, mask = padded(case, lengths)

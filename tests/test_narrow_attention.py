@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import ATTENTION, PRESETS, each, inputs_of
 from pretend import DEVICE, There, WithoutFloat64, narrow
-from structures import over_structures
+from structures import over_covering
 
 from isopos import schemes
 from isopos.attention import naive_linear_attention
@@ -39,7 +39,7 @@ def both(attention, inputs, here, there, **options):
         torch.testing.assert_close(b.held, a, atol=1e-4, rtol=1e-4)
 
 
-@over_structures()
+@over_covering()
 def test_every_structure_gives_what_it_gives_on_the_cpu(case, kind):
     scheme = case.build(attention=kind)
     x = narrow(case.positions(2, t=12))

@@ -7,16 +7,14 @@ import copy
 import itertools
 import json
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import each, inputs, named, perturb, scheme_case
-from shards import CPU, IDS, SHARDS, Whole, on_ranks, unordered
+from shards import CPU, IDS, SHARDS, Whole, main, on_ranks, unordered
+from trainers import on_processes
 
 import isopos
 from isopos import Decoder, linear_attention, parallel, sequence, softmax_attention
@@ -58,14 +56,10 @@ def test_float32_to_a_millionth():
 
 
 @pytest.mark.slow
-def test_structures_in_every_setting_in_groups_of_two_three_and_four_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("shards.py"))], capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"cases in groups of 2, 3 and 4 processes; overlap (.*)", done.stdout)
-    assert found, done.stdout
+def test_structures_in_every_setting_in_groups_of_two_three_and_four_processes(tmp_path):
+    said, *_ = on_processes(tmp_path, 4, main, timeout=900)
+    found = re.search(r"cases in groups of 2, 3 and 4 processes; overlap (.*)", said)
+    assert found, said
     times = json.loads(found[1])
     for suffix in ("", " back"):  # a collective is under way during the sums over own keys
         sent, sums, awaited = (times[name + suffix] for name in ("sent", "sums", "awaited"))

@@ -18,9 +18,10 @@ from isopos.lab.runs.folders import read_rows
 
 pytestmark = pytest.mark.slow
 TINY = [
-    *("--steps=60", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
+    *("--steps=20", "--length=32", "--batch=4", "--layers=1", "--model-dim=16", "--heads=2", "--validation-tokens=512"),
     *("--save-every=5", "--scheme=lrpe-orthogonal:learned=true"),
 ]
+MESH = ["--devices=4", "--sequence-parallel=2"]
 TWO, SHORT, SOFTMAX = ["--devices=2"], ["--steps=10"], ["--scheme=rope:attention=softmax"]
 
 
@@ -74,40 +75,26 @@ def _equal(folder, names, expected, out):
             assert text.count("finished: bits/byte") == 1
 
 
-def _killed(folder, name, *arguments, rank=None):
-    """Start a run and kill it, or one of its processes, after some steps; returns its output and exit status."""
-    process = _start(folder, name, *arguments)
-    try:
-        _wait_for(folder, name, 13)
-        if rank is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-            os.kill(int(listed.stdout.split()[rank]), signal.SIGKILL)
-        out, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    run = folder / "runs" / name
-    assert not (run / "result.json").exists()
-    assert checkpoints.newest(run).step >= 10
-    return out, process.returncode
-
-
 RESUMED = {  # by the number of processes: runs that are killed and go on
     1: {"workers": ["--workers=2"]},
     2: {"ddp": TWO, "fsdp2": [*TWO, "--strategy=fsdp2", "--workers=2", "--tied"]},
+    4: {"mesh": MESH},
 }
 
 
 @pytest.mark.parametrize("size", RESUMED)
 def test_after_kill_9_every_later_loss_is_that_of_the_uninterrupted_run(tmp_path, size):
-    for name, arguments in RESUMED[size].items():
-        _killed(tmp_path, name, "--dropout=0.2", *arguments)
-    wholes = [_command(f"whole-{name}", "--dropout=0.2", *more) for name, more in RESUMED[size].items()]
-    resumed = [_command(name, "--dropout=0.2", "--resume", *more) for name, more in RESUMED[size].items()]
-    run_all(tmp_path, size, [*wholes, *resumed])
-    for name in RESUMED[size]:
-        assert _rows(tmp_path, name) == _rows(tmp_path, f"whole-{name}")
+    commands = {name: _command(name, "--dropout=0.2", *more) for name, more in RESUMED[size].items()}
+    for name, command in commands.items():
+        run_all(tmp_path, size, [command], killed=13)
+        assert not (tmp_path / "runs" / name / "result.json").exists()
+        assert checkpoints.newest(tmp_path / "runs" / name).step == 10
+    wholes = [[*command, f"--name=whole-{name}"] for name, command in commands.items()]
+    run_all(tmp_path, size, [*wholes, *([*command, "--resume"] for command in commands.values())])
+    for name in commands:
+        rows = _rows(tmp_path, name)
+        assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
+        assert rows == _rows(tmp_path, f"whole-{name}")
 
 
 def test_two_processes_give_the_losses_of_one(tmp_path, single):
@@ -129,28 +116,33 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single):
         assert after[length] == pytest.approx(before[length], rel=1e-5)
 
 
-def test_four_processes_two_by_two_give_the_losses_of_one_and_end_in_one_line(tmp_path, single):
-    """If one of four processes is killed, the others end, one line explains how to resume, and --resume is exact."""
+def test_four_processes_two_by_two_give_the_losses_of_one(tmp_path, single):
     folder, expected = single
-    mesh = ["--devices=4", "--sequence-parallel=2"]
-    out, status = _killed(tmp_path, "killed", *mesh, "--dropout=0.2", rank=1)
-    last = [line for line in out.splitlines() if line][-1]
-    assert status == 2, out
-    assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
-    assert "Traceback" not in out
     runs = {
         "sequence": ["--devices=4", "--sequence-parallel=4"],
-        "mesh": mesh,
-        "mesh-fsdp2": [*mesh, "--strategy=fsdp2"],
+        "mesh": MESH,
+        "mesh-fsdp2": [*MESH, "--strategy=fsdp2"],
     }
     over = [*SOFTMAX, "--devices=4", "--sequence-parallel=4"]
     rings = {name: [*over, f"--sequence-keys={name}"] for name in ("ring", "zigzag")}
-    resumed = [_command("whole", *mesh, "--dropout=0.2"), _command("killed", *mesh, "--dropout=0.2", "--resume")]
-    commands = [_command(name, *SHORT, *more) for name, more in (runs | rings).items()]
-    out = run_all(tmp_path, 4, [*commands, *resumed])
+    out = run_all(tmp_path, 4, [_command(name, *SHORT, *more) for name, more in (runs | rings).items()])
     _equal(tmp_path, runs, expected, out[:3])
-    _equal(tmp_path, rings, [(row["step"], row["loss"]) for row in _rows(folder, "softmax")], out[3:5])
-    assert _rows(tmp_path, "killed") == _rows(tmp_path, "whole")
+    _equal(tmp_path, rings, [(row["step"], row["loss"]) for row in _rows(folder, "softmax")], out[3:])
+
+
+def test_if_one_of_several_processes_is_killed_the_others_end_in_one_line(tmp_path):
+    process = _start(tmp_path, "killed", "--devices=3", "--batch=3", "--steps=100000")
+    try:
+        _wait_for(tmp_path, "killed", 6)
+        listed = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(listed.stdout.split()[0]), signal.SIGKILL)
+        out, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    last = [line for line in out.splitlines() if line][-1]
+    assert process.returncode == 2, out
+    assert re.fullmatch(r"isopos: another process of this run ended after step \d+; the same .* from step \d+", last), out
+    assert "Traceback" not in out
 
 
 def test_two_machines_of_a_slurm_job_give_the_losses_of_one(tmp_path, single):

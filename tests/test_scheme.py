@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import ATTENTION, HEAD_DIM, HEADS, close, each, inputs, inputs_of, perturb, scheme_case
-from structures import over_structures
+from structures import over_covering
 
 import isopos
 from isopos import Attention, schemes
@@ -14,7 +14,7 @@ from isopos.state import State
 WIDTH = HEADS * HEAD_DIM
 
 
-@over_structures()
+@over_covering()
 def test_a_call_is_attention_with_all_of_the_scheme(case, kind):
     scheme = perturb(case.build(attention=kind))
     content, x, mask = inputs_of(scheme, 2, t=9), case.positions(2, t=9), torch.rand(2, 9) < 0.8
@@ -43,7 +43,7 @@ def test_other_positions_of_keys():
     assert torch.equal(scheme(q, k, v, x, y, causal=True), expected)
 
 
-@over_structures()
+@over_covering()
 def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
     scheme = perturb(case.build(attention=kind))
     x, y = case.positions(2, t=5), case.positions(2, t=5)
@@ -56,7 +56,7 @@ def test_what_is_evaluated_already_serves_between_other_positions(case, kind):
     close(attend(q, k, v, **again, **more), attend(q, k, v, **scheme.at(x, y, dtype=torch.float64), **more), roundings=0)
 
 
-@over_structures(lambda case, kind: isinstance(case.group, Line) and not case.outside)
+@over_covering(lambda case, kind: isinstance(case.group, Line) and not case.outside)
 def test_a_stream_of_calls_is_the_whole(case, kind):
     scheme = perturb(case.build(attention=kind))
     content, x = inputs_of(scheme, 2, t=9), case.positions(t=9)

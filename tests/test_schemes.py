@@ -36,7 +36,7 @@ from cases import (
     shifted,
     with_kinds,
 )
-from structures import ENCODINGS_ALONE, over_structures
+from structures import ENCODINGS_ALONE, over_covering, over_structures
 
 import isopos
 from isopos import biases, catalog, decays, encodings, kinds, schemes
@@ -192,7 +192,7 @@ def test_direction(case):
     assert torch.allclose(forward, backward) != case.directed
 
 
-@over_structures()
+@over_covering()
 def test_samples_have_separate_positions(case, kind):
     scheme, x = made(case, kind), case.positions(3, t=9)
     content = inputs_of(scheme, 3, t=9)
@@ -201,7 +201,7 @@ def test_samples_have_separate_positions(case, kind):
         close(together[n : n + 1], attend(scheme, *(a[n : n + 1] for a in content), x[n], causal=True))
 
 
-@over_structures()
+@over_covering()
 def test_a_prefix_keeps_its_outputs(case, kind):
     scheme = made(case, kind)
     x = parents_first(scheme.group, case.positions(2, t=30))  # so that a prefix is a tree
@@ -320,7 +320,7 @@ def test_autocast_and_order_of_calls_change_nothing(case):
 SIGNED = {"encoded", "complex"}  # denominators that may almost vanish
 
 
-@over_structures(lambda case, kind: not case.inside)
+@over_covering(lambda case, kind: not case.inside)
 def test_low_precision_inputs(case, kind):
     scheme, x = case.build(attention=kind), case.positions(t=70)
     if scheme.choices["denominator"] in SIGNED:

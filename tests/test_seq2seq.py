@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import HEAD_DIM, HEADS, PRESETS, TOLERANCE, close, each, over_rows, parents_first, perturb, scheme_case
-from structures import over_structures
+from structures import over_covering
 
 from isopos import schemes
 from isopos.models import Seq2Seq
@@ -35,7 +35,7 @@ def samples(case, *batch, t=T, s=S):
     return source, target, x, parents_first(case.group, y)
 
 
-both = over_structures(
+both = over_covering(
     lambda case, kind: case.both_ways and not case.outside and (isinstance(case.group, Line) or case.name in TREES)
 )
 

@@ -27,7 +27,7 @@ from cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import over_other_rows, over_structures
+from structures import over_covering, over_other_rows, over_structures
 
 import isopos
 from isopos import packed, sequence
@@ -181,7 +181,7 @@ def test_one_answer_of_other_rows(case, kind):
         one_answer(case, kind, causal)
 
 
-@over_structures()
+@over_covering()
 def test_one_token_alone_and_alone_in_its_segment(case, kind):
     for causal in case.ways:
         setting = Setting(case, kind, causal, t=1)
@@ -190,7 +190,7 @@ def test_one_token_alone_and_alone_in_its_segment(case, kind):
             close(setting.attend(*setting.content, setting.x, None, **more), expected, roundings=SLACK)
 
 
-@over_structures()
+@over_covering()
 def test_what_is_masked_reaches_no_gradient(case, kind):
     """Masked keys and values contain NaN and infinities. All keys of the first sample are masked."""
     for causal in case.ways:
@@ -207,7 +207,7 @@ def test_what_is_masked_reaches_no_gradient(case, kind):
         assert all(map(torch.equal, found, expected))
 
 
-@over_structures()
+@over_covering()
 def test_a_broken_query_breaks_its_row_only(case, kind):
     for causal in case.ways:
         setting = Setting(case, kind, causal)
@@ -221,7 +221,7 @@ def test_a_broken_query_breaks_its_row_only(case, kind):
         assert torch.equal(out[~rows], clean[~rows])
 
 
-@over_structures()
+@over_covering()
 def test_samples_are_independent(case, kind):
     setting = Setting(case, kind, True)
     before = setting.attend(*setting.content, setting.x, setting.mask)

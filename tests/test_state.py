@@ -24,7 +24,7 @@ from cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from structures import over_structures
+from structures import over_covering
 
 import isopos
 from isopos import State, sequence
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("kind", ATTENTION)
 
 
 PAIRS = [(case, kind) for case in SCHEMES for kind in case.kinds if case.streams(kind)]
-every = over_structures(SchemeCase.streams)
+every = over_covering(SchemeCase.streams)
 
 
 def made(case, kind, *batch, t, **more):
@@ -53,16 +53,7 @@ def after(content, x, start):
     return [a[..., start:, :] for a in content], x[..., start:, :]
 
 
-# Any cuts
-
-
-@every
-def test_prefill_at_every_split(case, kind):
-    for t in (1, 4):
-        scheme, content, x = made(case, kind, 2, t=t)
-        expected = whole(scheme, content, x)
-        for split in range(t + 1):
-            close(stream(scheme, content, x, (0, split, t))[0], expected, roundings=SLACK)
+# Any cuts: those of every structure are in tests/test_settings.py
 
 
 @given(st.data())

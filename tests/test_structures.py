@@ -1,7 +1,7 @@
 """Test that the list of structures is complete for all rows and classes, and adds new structures automatically."""
 
 from cases import COMPOSED, HEADS, SCHEMES, SchemeCase, named, over_rows, perturb
-from structures import ENCODINGS_ALONE, STRUCTURES, covering, structure, structures
+from structures import ENCODINGS_ALONE, STRUCTURES, covering, isometries, structure, structures
 
 from isopos import maps, phases, schemes, terms
 from isopos.encodings import Identity
@@ -91,6 +91,18 @@ def test_few_rows_have_every_class_of_encodings_and_every_argument():
     classes = {type(module) for scheme in built for module in scheme.encoding.modules()}
     assert classes == {type(x) for case in [*SCHEMES, *ENCODINGS_ALONE] for x in case.build().encoding.modules()}
     assert types_in(tuple(map(structure, built))) == types_in(tuple(LISTED))
+
+
+def test_rows_of_a_part_have_what_the_part_has():
+    few = [own for rows in covering(SchemeCase.streams) for own in rows]
+    whole = [(own.case, own.kind) for own in STRUCTURES if own.case.streams(own.kind)]
+    assert all(case.streams(kind) for case, kind in few)
+    seen = [types_in(tuple(structure(case.build(attention=kind)) for case, kind in rows)) for rows in (few, whole)]
+    assert seen[0] == seen[1]
+    built = [[case.build() for case in rows] for rows in (isometries(SCHEMES, []), SCHEMES)]
+    classes = [{type(module) for scheme in schemes for module in scheme.encoding.modules()} for schemes in built]
+    assert classes[0] == classes[1]
+    assert len(built[0]) < len(built[1]) / 2
 
 
 def test_rows_that_learn_stand_for_their_structures():

@@ -21,12 +21,8 @@ from isopos.lab.tasks.text import TextClasses
 from isopos.models import Classifier, PairClassifier
 from isopos.schemes import build
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 REVIEWS = Path(__file__).resolve().parents[2] / "shared" / "data" / "imdb" / "aclImdb_labeled.tar.xz"
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def samples(count=60, seed=0):

@@ -18,13 +18,9 @@ from isopos.lab.recipes import Recipe
 from isopos.lab.tasks.task import View
 from isopos.lab.tasks.transduction import Transduction
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 SIZES = {"batch": 8, "layers": 1, "model_dim": 16, "heads": 2, "samples": 60, "held_out": 10, "length": 6, "deviation": 1}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def ready(scheme="rope:attention=softmax", **edits):

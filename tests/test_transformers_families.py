@@ -13,18 +13,13 @@ from isopos.integrations.transformers.patching import load, patch, patched, unpa
 from isopos.scheme import Scheme
 from isopos.schemes import REGISTRY
 
-pytestmark = pytest.mark.oracles
+pytestmark = [pytest.mark.oracles, pytest.mark.usefixtures("hf")]
 SOFTMAX = {"attention": "softmax"}
 LENGTH = 12
 WITHOUT_TEXT = {"vit", *(name for name, family in FAMILIES.items() if family.kind == IMAGES)}
 CASES = [(name, "rotation") for name, family in FAMILIES.items() if family.kind != ADDED]
 CASES += [(name, "ours") for name, family in FAMILIES.items() if not family.only] + [("falcon", "decay")]
 ALL_CASES = pytest.mark.parametrize(("name", "what"), CASES)
-
-
-@pytest.fixture(autouse=True)
-def hf():
-    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
 
 
 def inputs(name, batch=2):

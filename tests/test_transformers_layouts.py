@@ -8,7 +8,6 @@ from test_transformers import (
     HEADS,
     KEY_HEADS,
     close,
-    hf,
     logits,
     make,
     projected,
@@ -21,7 +20,6 @@ from isopos.integrations.transformers.layouts import absorb, convert_layout
 from isopos.integrations.transformers.patching import patch
 
 pytestmark = pytest.mark.oracles
-__all__ = ["hf"]  # the fixture
 
 
 @ALL_FAMILIES

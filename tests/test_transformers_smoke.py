@@ -28,11 +28,6 @@ RULES["longrope"] |= {"rescale": [1.0, 1.5, 2.0, 4.0]}
 RULES["yarn"] |= {"sharpness": 1.5, "truncate": False}
 
 
-@pytest.fixture(scope="module")
-def hf():
-    return pytest.importorskip("transformers", minversion="5", reason="needs the extra hf")
-
-
 def make(hf, **options):
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES | options)).eval()

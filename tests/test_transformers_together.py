@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from test_transformers import (
-    ALL_FAMILIES,
     FAMILIES,
     HEAD_DIM,
     HEADS,
@@ -15,7 +14,6 @@ from test_transformers import (
     as_defined,
     close,
     encoder,
-    hf,
     logits,
     make,
     model,
@@ -25,11 +23,12 @@ from test_transformers import (
 )
 
 import isopos
+from isopos.integrations import transformers
 from isopos.integrations.transformers import attention, rotary, saving
 from isopos.integrations.transformers.patching import load, patch, patched, unpatch
 
 pytestmark = pytest.mark.oracles
-__all__ = ["hf", "model"]  # fixtures
+__all__ = ["model"]  # a fixture
 
 PART = HEAD_DIM // 2
 SOFTMAX = {"attention": "softmax"}
@@ -95,8 +94,13 @@ def test_attention_is_what_is_defined_however_the_scheme_is_extended(hf, family,
             close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@ALL_FAMILIES
+PADDED = [
+    *((family, "partial-decay") for family in FAMILIES),
+    *(("Mistral", name) for name in SCHEMES if name != "partial-decay"),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), [*PADDED, ("GPTNeoX", "rope"), ("Llama", "p-rope"), ("Llama", "rope")])
 @torch.no_grad()
 def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name):
     """With left padding, grouped heads, chunks, explicit or default positions, and also with a window."""
@@ -286,8 +290,9 @@ def test_versions_of_transformers(monkeypatch, version, said):
 
     monkeypatch.setattr(importlib.metadata, "version", of)
     if said:
-        with pytest.raises(ImportError, match=f"transformers: expected version 5 or later, got {said}; pip install -U"):
-            attention.check_version()
+        for call in (attention.check_version, lambda: patch(torch.nn.Linear(2, 2), rope()), lambda: transformers.patch):
+            with pytest.raises(ImportError, match=f"transformers: expected version 5 or later, got {said}; pip install -U"):
+                call()
     else:
         attention.check_version()
 

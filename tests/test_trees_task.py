@@ -16,14 +16,10 @@ from isopos.lab.tasks.task import View
 from isopos.lab.tasks.trees import TreeClasses
 from isopos.positions import Tree, tree, tree_labels
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SENTIMENT = Path(__file__).resolve().parents[2] / "shared" / "data" / "trees" / "sst"
 LINE, TREE = "rope", "ape-tree"
 SPLITS = ("train", "validation", "test")
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("ISOPOS_CACHE", str(tmp_path / "cache"))
 
 
 def nested(random, depth=0):

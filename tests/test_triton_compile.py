@@ -89,15 +89,15 @@ def arguments(name, given, constants, arch):
 def compile_all(monkeypatch, problems, arch):
     """Resources of each kernel of some problems, by kernel and problem."""
     jobs, found, known = {}, {}, {}
-    with compilers() as pool:
-        for key, sums in problems.items():
-            for n, (name, given, constants) in enumerate(launches(monkeypatch, sums, arch)):
-                job, options = arguments(name, given, constants, arch)
-                if (same := repr((job, options))) not in known:  # several launches are one kernel
-                    known[same] = pool.submit(compiled, *job, **options)
-                jobs[(key, name, n)] = known[same]
-        for key, job in jobs.items():
-            found[key] = job.result()
+    pool = compilers()
+    for key, sums in problems.items():
+        for n, (name, given, constants) in enumerate(launches(monkeypatch, sums, arch)):
+            job, options = arguments(name, given, constants, arch)
+            if (same := repr((job, options))) not in known:  # several launches are one kernel
+                known[same] = pool.submit(compiled, *job, **options)
+            jobs[(key, name, n)] = known[same]
+    for key, job in jobs.items():
+        found[key] = job.result()
     return found
 
 

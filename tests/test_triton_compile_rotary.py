@@ -49,12 +49,12 @@ def rotations():
 
 def test_rotations_fit_a_gpu():
     """No registers are spilled, and the shared memory of several programs fits on one multiprocessor."""
-    with compilers() as pool:
-        jobs = [(*job, arch) for arch in ARCHITECTURES for job in rotations()]
-        for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
-            assert found.spilled == 0, (job, found)
-            assert found.shared <= SHARED[job[-1]] // 8, (job, found)
-            assert found.registers <= (192 if "OF_X" in job[2] else 128), (job, found)
+    pool = compilers()
+    jobs = [(*job, arch) for arch in ARCHITECTURES for job in rotations()]
+    for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
+        assert found.spilled == 0, (job, found)
+        assert found.shared <= SHARED[job[-1]] // 8, (job, found)
+        assert found.registers <= (192 if "OF_X" in job[2] else 128), (job, found)
 
 
 def steps(cases=STEPS):
@@ -78,12 +78,12 @@ def steps(cases=STEPS):
 
 def test_steps_fit_a_gpu():
     """Sums go from memory to registers and back, without spills."""
-    with compilers() as pool:
-        jobs = [(*job, arch) for arch in ARCHITECTURES for job in steps()]
-        for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
-            assert found.spilled == 0, (job, found)
-            assert found.shared <= SHARED[job[-1]] // 8, (job, found)
-            assert found.registers <= 160, (job, found)
+    pool = compilers()
+    jobs = [(*job, arch) for arch in ARCHITECTURES for job in steps()]
+    for job, found in zip(jobs, pool.map(compiled, *zip(*jobs, strict=True)), strict=True):
+        assert found.spilled == 0, (job, found)
+        assert found.shared <= SHARED[job[-1]] // 8, (job, found)
+        assert found.registers <= 160, (job, found)
 
 
 SMALL_STEPS = {  # of fewer numbers than a program has threads: several warps load what one of them stores
@@ -95,13 +95,13 @@ SMALL_STEPS = {  # of fewer numbers than a program has threads: several warps lo
 
 def test_a_barrier_stands_between_loads_and_stores_of_steps():
     """Sums are updated in place. A warp must not load a sum that another warp has already stored."""
-    with compilers() as pool:
-        jobs = [(*job, 90) for job in steps(STEPS | SMALL_STEPS)]
-        for job, text in zip(jobs, pool.map(assembly, *zip(*jobs, strict=True)), strict=True):
-            order = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", text)
-            assert {"ld.global", "st.global"} <= set(order)
-            unordered = re.search(r"ld\.global (st\.global )+", " ".join(order) + " ")
-            assert unordered is None, (job, order)
+    pool = compilers()
+    jobs = [(*job, 90) for job in steps(STEPS | SMALL_STEPS)]
+    for job, text in zip(jobs, pool.map(assembly, *zip(*jobs, strict=True)), strict=True):
+        order = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", text)
+        assert {"ld.global", "st.global"} <= set(order)
+        unordered = re.search(r"ld\.global (st\.global )+", " ".join(order) + " ")
+        assert unordered is None, (job, order)
 
 
 def test_what_changes_from_call_to_call_compiles_nothing_again():
@@ -110,8 +110,8 @@ def test_what_changes_from_call_to_call_compiles_nothing_again():
         f"isopos.ops.triton_rotate:{kernel}": ("tokens", "shared", "rows")
         for kernel in ("rotation_kernel", "rotation_vjp_kernel")
     }
-    with compilers(1) as pool:
-        for kernel, arguments in own.items():
-            for argument in arguments:
-                assert pool.submit(variants, kernel, argument, (0, 1, 2, 16)).result() == 1, (kernel, argument)
-        assert pool.submit(variants, "isopos.ops.linear.triton_step_kernel:step", "heads", (1, 2, 16)).result() == 3
+    pool = compilers()
+    for kernel, arguments in own.items():
+        for argument in arguments:
+            assert pool.submit(variants, kernel, argument, (0, 1, 2, 16)).result() == 1, (kernel, argument)
+    assert pool.submit(variants, "isopos.ops.linear.triton_step_kernel:step", "heads", (1, 2, 16)).result() == 3

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from fake_gpu import attention, fake_gpu, rotation, steps
-from triton_aot import compilers
+from triton_aot import started
 
 from isopos.ops import gpu
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.skipif(bool(gpu._absent()), reason
 @pytest.fixture(scope="module")
 def elsewhere():
     """Call a function in a process that does not interpret kernels."""
-    with compilers(1) as pool:
+    with started(1) as pool:
         yield lambda job, *arguments: pool.submit(job, *arguments).result()
 
 

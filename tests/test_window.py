@@ -163,6 +163,7 @@ def test_what_decayed_to_nothing_within_a_window_is_not_seen(causal, broken):
     assert found[:, broken].isnan().all()
 
 
+@pytest.mark.slow
 @both
 def test_under_a_compiler(kind):
     options = isopos.rope(HEAD_DIM, HEADS, attention=kind, decay="retnet").at(sequence(T)) | {"causal": True, "window": 5}

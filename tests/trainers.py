@@ -4,10 +4,13 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from forks import Forked
 
@@ -21,31 +24,63 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_all(folder: Path, size: int, commands: Sequence[Sequence[str]]) -> list[str]:
-    """Run commands in a folder with `size` processes; returns the first one's output per command. All must succeed."""
-    file = folder / "commands.json"
-    file.write_text(json.dumps([{"command": list(command), "port": free_port()} for command in commands]))
-    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    place |= {"TORCHELASTIC_RUN_ID": "tests"}
+def on_processes(folder: Path, size: int, function: Callable[..., Any], *arguments: str, timeout: float) -> list[str]:
+    """Call a function in `size` processes with torchrun's variables; returns their outputs. They must end alike."""
+    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "tests"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     members = []
     for rank in range(size):
         own = place | {"RANK": rank, "LOCAL_RANK": rank}
         environment = {name: str(value) for name, value in own.items()}
-        members.append(Forked(folder, main, str(rank), str(file), environment=environment))
+        members.append(Forked(folder, function, *arguments, environment=environment))
     try:
-        outs = [member.communicate(timeout=120 + 60 * len(commands))[0] for member in members]
+        outs = [member.communicate(timeout)[0] for member in members]
     finally:
         for member in members:
             member.kill()
-    assert [member.returncode for member in members] == [0] * size, "\n".join(outs)
-    return json.loads(file.with_suffix(".out").read_text())
+    assert len({member.returncode for member in members}) == 1, "\n".join(outs)
+    assert members[0].returncode in (0, -signal.SIGKILL), "\n".join(outs)
+    return outs
 
 
-def main(rank: str, file: str) -> None:
+def run_all(folder: Path, size: int, commands: Sequence[Sequence[str]], killed: int = 0) -> list[str]:
+    """Run commands in a folder with `size` processes; returns the first one's output per command. All must succeed.
+
+    With `killed`, each process of the one command ends itself by SIGKILL after this step, and there is no output.
+    """
+    file = folder / "commands.json"
+    rows = [{"command": list(command), "port": free_port(), "killed": killed} for command in commands]
+    file.write_text(json.dumps(rows))
+    for mark in folder.glob("rank*.ended"):
+        mark.unlink()
+    on_processes(folder, size, main, str(file), timeout=120 + 60 * len(commands))
+    return [] if killed else json.loads(file.with_suffix(".out").read_text())
+
+
+def _kill_after(step: int) -> None:
+    """Kill this process and its workers once all processes have ended a step of training."""
+    from isopos.lab.training.trainer import _Training as module
+
+    end = module.on_train_batch_end
+
+    def ended(self: Any, *arguments: Any) -> None:
+        end(self, *arguments)
+        if self.step == step:
+            Path(f"rank{os.environ['RANK']}.ended").touch()
+            while len(list(Path().glob("rank*.ended"))) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.01)
+            os.killpg(0, signal.SIGKILL)
+
+    module.on_train_batch_end = ended
+
+
+def main(file: str) -> None:
     """Run the commands of a JSON list with a port each; exit with the status of the first one that fails."""
     outs = []
     for row in json.loads(Path(file).read_text()):
         os.environ["MASTER_PORT"] = str(row["port"])
+        if row["killed"]:
+            _kill_after(row["killed"])
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
         sys.argv, code = ["isopos", *row["command"]], 0
         try:
@@ -58,5 +93,5 @@ def main(rank: str, file: str) -> None:
         if code:
             print(row["command"], outs[-1])
             sys.exit(code)
-    if rank == "0":
+    if os.environ["RANK"] == "0":
         Path(file).with_suffix(".out").write_text(json.dumps(outs))

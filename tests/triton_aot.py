@@ -3,15 +3,15 @@
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 ARCHITECTURES = (80, 90, 100)
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that a block may have (CUDA programming guide)
@@ -26,15 +26,21 @@ class Resources(NamedTuple):
     spilled: int  # bytes of a thread in local memory
 
 
-@contextmanager
-def compilers(count: int = 2) -> Iterator[ProcessPoolExecutor]:
-    """Processes for `compiled`, in which Triton's interpreter is always off."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with (
-        mock.patch.dict(os.environ, environment, clear=True),
-        ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool,
-    ):
-        yield pool
+def started(count: int) -> ProcessPoolExecutor:
+    """New processes in which Triton's interpreter is off."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_compile)
+
+
+@cache
+def compilers() -> ProcessPoolExecutor:
+    """Two processes for `compiled`, which all tests share, since each imports PyTorch."""
+    return started(2)
+
+
+def _compile() -> None:
+    """Turn Triton's interpreter off, before Triton is imported."""
+    assert "triton" not in sys.modules
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 def compiled(

@@ -58,8 +58,8 @@ def counted(name: str, d: int, arch: int) -> list[Counted]:
     """Counts of each launch of the forward and the backward pass of a problem."""
     kinds, decay, denominator, phi = PROBLEMS[name]
     sums, found = problem(torch.bfloat16, d, kinds, decay, denominator, phi=phi), []
-    with pytest.MonkeyPatch.context() as patch, compilers() as pool:
-        jobs = []
+    with pytest.MonkeyPatch.context() as patch:
+        jobs, pool = [], compilers()
         for kernel, given, constants in launches(patch, sums, arch, learned=False):
             job, options = arguments(kernel, given, constants, arch)
             sizes = next(x for x in given if isinstance(x, Sizes))
