@@ -283,12 +283,12 @@ def load_weights(
         start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
         start = load_border(borders, place, start, shape, C, STRICT)
         end = load_border(borders, place, end, shape, C, STRICT)
-    if borders is not None and targets.g is None:
-        falls = address(borders, place, tl.minimum(token, shape.length - 1)), start, end, start != end
-    elif targets.g is not None:
-        of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
-        inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
-        falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
+        if targets.g is None:
+            falls = address(borders, place, tl.minimum(token, shape.length - 1)), start, end, start != end
+        else:
+            of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
+            inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
+            falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
     return inside, falls
 
 
