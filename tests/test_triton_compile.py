@@ -46,7 +46,7 @@ def kind(x):
 
 
 def problem(dtype, d, kinds, decay, denominator, *, causal=True, phi=elu1):
-    """1,024 tokens of two heads."""
+    """1,024 tokens of two heads. `decay` is whether there is one, or "segments"."""
     t, h = 1024, 2
     q, k, v = torch.zeros(3, 1, h, t, d, dtype=dtype)
     lifted = kinds[-1:] == ("lift",)
@@ -57,7 +57,8 @@ def problem(dtype, d, kinds, decay, denominator, *, causal=True, phi=elu1):
         maps = Chain(Reflection(F.normalize(torch.ones(h, 1, d), dim=-1)), maps)
     g = torch.zeros(h, t, dtype=torch.float64) if decay else None
     own = Features(phi, maps if kinds else None, kinds, None, denominator == "plain")
-    return Sums(q, k, v, (own, own, Features(identity)), None if g is None else (g, g), causal, denominator and "divide")
+    features, g = (own, own, Features(identity)), None if g is None else (g, g)
+    return Sums(q, k, v, features, g, causal, denominator and "divide", segmented=decay == "segments")
 
 
 def launches(monkeypatch, sums, arch, *, learned=True):

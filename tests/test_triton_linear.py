@@ -158,6 +158,23 @@ def test_lengths(monkeypatch, name, length):
     near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("form", "d"), [("plain", 64), ("encoded", 20), ("none", 80)])
+@pytest.mark.parametrize("borders", [[1, 2, 3, 40], [5, 16, 32, 47, 48]], ids=str)
+def test_segments_without_a_decay(several_segments, borders, form, d, causal):
+    """Segments of one token, of several chunks, and that end with a chunk. Their scans have the tiles of no decay."""
+    t = 50
+    ids = torch.bucketize(torch.arange(t), torch.tensor(borders), right=True)[None]
+    given = schemes.rope(d, 1, denominator=form).at(sequence(t) / 50) | {"segment_ids": ids, "causal": causal}
+    *inputs, grad = drawn((1, 1, t, d), (1, 1, t, d), (1, 1, t, 24), (1, 1, t, 24))
+    near(with_gradients(inputs, torch.float32, given, grad), by_definition(inputs, given, grad), 1e-5)
+    assert several_segments
+    call, without = (
+        triton._call(sums_of(check_linear(*inputs, own, streams=False))) for own in (given, given | {"segment_ids": None})
+    )
+    assert (call.config, call.inputs(0).g, call.borders is None) == (without.config, None, False)
+
+
 @pytest.mark.parametrize("form", ["plain", "encoded", "none"])
 @pytest.mark.parametrize(("t", "s"), [(1, 90), (40, 75), (90, 1)])
 def test_all_keys_of_other_tokens(several_segments, t, s, form):

@@ -2,8 +2,9 @@
 
     python tests/triton_counts.py [--arch 100] [names of PROBLEMS ...]      # the table of docs/performance.md
 
-Counted is the largest loop of a kernel, which scans chunks, or all code of a kernel without a loop. The number per token
-and head is instructions of a warp times warps per program times programs per head, divided by tokens per chunk.
+Counted is the largest loop of a kernel, which scans chunks, or all code of a kernel without a loop, by the shortest way
+through branches: chunks of packed sequences have branches for borders of segments, which few chunks take. The number per
+token and head is instructions of a warp times warps per program times programs per head, divided by tokens per chunk.
 """
 
 import argparse
@@ -19,15 +20,18 @@ from triton_aot import Resources, compilers, disassembled
 from isopos.feature_maps import elu1, identity, relu
 from isopos.ops.linear.triton_arguments import Sizes
 
-PROBLEMS = {  # kinds of maps, decay, denominator, feature map
+PROBLEMS = {  # kinds of maps, decay (or segments alone), denominator, feature map
     "none": ((), False, "encoded", elu1),
     "rope": (("rotation",), False, "plain", elu1),
+    "none, packed": ((), "segments", "encoded", elu1),
+    "rope, packed": (("rotation",), "segments", "plain", elu1),
     "none, decay": ((), True, "encoded", elu1),
     "retnet": (("rotation",), True, "plain", elu1),
     "permuteformer": (("gather",), True, "encoded", relu),
     "lrpe-unitary": (("reflection", "lift"), False, "plain", elu1),
     "no features": ((), False, None, identity),
     "no features, rope": (("rotation",), False, None, identity),
+    "no features, packed": ((), "segments", None, identity),
     "no features, decay": ((), True, None, identity),
     "no features, retnet": (("rotation",), True, None, identity),
 }
@@ -45,13 +49,26 @@ class Counted(NamedTuple):
 
 
 def loop_of(text: str) -> Counter[str]:
-    """Instructions by name in the largest loop of disassembled code, or in all of it."""
+    """Instructions by name in the largest loop of disassembled code, or in all of it, by the shortest way through it."""
     code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?)\s*;", text)]
     jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said))]
     last, first = max(
         ((at, to) for at, to in jumps if to < at), key=lambda loop: loop[0] - loop[1], default=(code[-1][0], 0)
     )
-    return Counter(re.sub(r"^@!?U?P\w+ ", "", said).split()[0] for at, said in code if first <= at <= last and said != "NOP")
+    inside = [(at, said) for at, said in code if first <= at <= last]
+    places, best = {at: n for n, (at, _) in enumerate(inside)}, [(0, -1)] * (len(inside) + 1)  # length, next instruction
+    for n, (_, said) in reversed([*enumerate(inside)]):
+        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said)
+        target = places.get(int(to[1], 16), -1) if to else -1
+        ways = [] if re.fullmatch(r"BRA (`\S+ )?0x\w+", said) and target > n else [n + 1]
+        ways += [target] if target > n else []
+        best[n] = min((best[way][0] + (said != "NOP"), way) for way in ways)
+    names, n = Counter[str](), 0
+    while n < len(inside):
+        said = inside[n][1]
+        names[re.sub(r"^@!?U?P\w+ ", "", said).split()[0]] += said != "NOP"
+        n = best[n][1]
+    return +names
 
 
 def counted(name: str, d: int, arch: int) -> list[Counted]:

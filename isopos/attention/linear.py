@@ -231,7 +231,8 @@ def sums_of(problem: LinearProblem, values: Tensor | None = None) -> Sums:
         stream = Past(sums, problem.before)
     if values is not None:
         return Sums(problem.q, problem.k, values, (*features[:2], READY), problem.g, problem.causal, None, stream)
-    sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream)
+    segmented = problem.segments is not None and problem.decay is None
+    sums = Sums(problem.q, problem.k, problem.v, features, problem.g, problem.causal, form, stream, segmented)
     return _complex(sums) if problem.denominator == "complex" else sums
 
 
@@ -246,7 +247,7 @@ def _complex(sums: Sums) -> Sums:
     query = torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
     if sums.stream is None:
         key, value = (x.expand(2, *x.shape) for x in (key, value))
-    return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream)
+    return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream, sums.segmented)
 
 
 def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:

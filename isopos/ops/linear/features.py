@@ -234,6 +234,7 @@ class Sums:
         denominator: Use of the sum of weights: None for no denominator, "column" to append it as the last column, "divide"
             to divide by it.
         stream: Past tokens, which are summed up, too.
+        segmented: Whether g only separates segments: tokens of one segment have equal numbers, and weights of others vanish.
 
     Attributes:
         notes: Results of `serves`, which the same backend reuses when it runs.
@@ -247,6 +248,7 @@ class Sums:
     causal: bool = True
     denominator: str | None = None
     stream: Past | None = None
+    segmented: bool = False
     notes: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

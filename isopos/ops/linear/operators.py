@@ -28,8 +28,8 @@ class _Tensors(NamedTuple):
 def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
     """A problem as its different tensors, its form, the index of each operand (-1 for None), and which need gradients.
 
-    The form is `causal;denominator`, then feature map, kinds, whether unrotated features are summed up and whether there is
-    a mask, for queries, keys and values.
+    The form is `causal;denominator;segmented`, then feature map, kinds, whether unrotated features are summed up and
+    whether there is a mask, for queries, keys and values.
     """
     tensors: list[Tensor] = []
     places: list[int] = []
@@ -42,7 +42,7 @@ def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
             tensors.append(x)
             needed.append(need)
         places.append(place)
-    form = f"{sums.causal};{sums.denominator}"
+    form = f"{sums.causal};{sums.denominator};{sums.segmented}"
     for each in sums.features:
         assert isinstance(each.phi, FeatureMap)
         form += f";{each.phi.name},{' '.join(each.kinds or ())},{each.unrotated},{each.mask is not None}"
@@ -50,25 +50,26 @@ def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
 
 
 @cache
-def _parsed(form: str) -> tuple[bool, str | None, list[tuple[Any, tuple[str, ...], bool, bool]]]:
-    causal, denominator, *features = form.split(";")
+def _parsed(form: str) -> tuple[bool, str | None, bool, list[tuple[Any, tuple[str, ...], bool, bool]]]:
+    causal, denominator, segmented, *features = form.split(";")
     phis, found = {phi.name: phi for phi in COMPILED}, []
     for each in features:
         phi, kinds, unrotated, masked = each.split(",")
         found.append((phis[phi], tuple(kinds.split()), unrotated == "True", masked == "True"))
-    return causal == "True", None if denominator == "None" else denominator, found
+    return causal == "True", None if denominator == "None" else denominator, segmented == "True", found
 
 
 def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums:
     """The problem that `described` has described."""
-    causal, denominator, forms = _parsed(form)
+    causal, denominator, segmented, forms = _parsed(form)
     given: Any = iter([None if n < 0 else tensors[n] for n in places])
     q, k, v, g_q, g_k = (next(given) for _ in range(5))
     features: Any = []
     for phi, kinds, unrotated, masked in forms:
         of_map: Any = _Tensors(tuple(next(given) for _ in kinds)) if kinds else None
         features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated))
-    return Sums(q, k, v, tuple(features), None if g_q is None else (g_q, g_k), causal, denominator)
+    g = None if g_q is None else (g_q, g_k)
+    return Sums(q, k, v, tuple(features), g, causal, denominator, segmented=segmented)
 
 
 def run(kernel: str, sums: Sums) -> Tensor:

@@ -137,7 +137,7 @@ class Call:
             self.precision,
             _generation(sums.q.device),
             whole=any(form.normal is not None for form in closed),
-            decays=sums.g is not None,
+            decays=sums.g is not None and not sums.segmented,
             light=self.denominator == "none" and all(form.phi == "identity" for form in closed),
         )
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
@@ -198,7 +198,7 @@ class Call:
 
     def inputs(self, n: int, neg_grad: Tensor | None = None) -> Inputs:
         """Inputs of queries (0) or keys (1) with their feature map."""
-        closed, mask, g = self.closed[n], self.sums.features[n].mask, self.sums.g
+        closed, mask, g = self.closed[n], self.sums.features[n].mask, None if self.sums.segmented else self.sums.g
         table = closed.table.flatten(-2) if closed.table is not None and closed.kind != "gather" else closed.table
         more = table, closed.normal, None if mask is None else mask.view(torch.uint8), None if g is None else g[n][..., None]
         return Inputs(self.rows(self.sums.inputs[n]), *map(self.optional, (*more, neg_grad)))

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     table: Rows | None  # pairs (cos, sin), or an index; None for sources that share the table of targets
     normal: Rows | None
     mask: Rows | None
-    g: Rows | None  # log decays, float64
+    g: Rows | None  # log decays, float64; None with borders: those only separate segments
     neg_grad: Rows | None  # negative gradients of denominators, which weigh rows in sums of features
     end: Any = None  # Triton 3.6 needs a constant after the fields of a tuple
 

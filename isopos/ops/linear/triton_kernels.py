@@ -66,7 +66,7 @@ def states(
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
         feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
-        state = tiles.advanced(state, y, tile, falls, PRECISION)
+        state = tiles.advanced(state, y, tile, falls, True, PRECISION)
     row = block * D + tl.arange(0, D)
     both = (row < shape.features)[:, None] & (column < shape.columns)[None, :]
     first = tiles.state_address(out, shape)
@@ -190,21 +190,25 @@ def _of_sources(
 
 
 @jit
-def _near(q, k, rows, summed, inside, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+def _weights(q, k, inside, falls, PRECISION: tl.constexpr):
+    """Weighted products of the rows of a chunk."""
+    return tiles.apart(tiles.dot(q, tl.trans(k), PRECISION) * inside, falls)
+
+
+@jit
+def _near(q, k, rows, summed, inside, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
     """Scores inside a chunk, and those of a denominator."""
-    scores = tiles.dot(q, tl.trans(k), PRECISION) * inside
+    scores = _weights(q, k, inside, falls, PRECISION)
     of_denominator = scores
     if DENOMINATOR == "plain":
-        of_denominator = tiles.dot(rows, tl.trans(summed), PRECISION) * inside
+        of_denominator = _weights(rows, summed, inside, falls, PRECISION)
     return scores, of_denominator
 
 
 @jit
 def _with_chunk(total, weights, rows, falls, PRECISION: tl.constexpr):
     """The total from the decayed state plus the sum over sources of the chunk."""
-    if len(falls) > 0:
-        total = total * falls[0][:, None]
-    return total + tiles.dot(weights, rows, PRECISION)
+    return tiles.fallen(total, falls) + tiles.dot(weights, rows, PRECISION)
 
 
 @kernel
@@ -245,7 +249,7 @@ def outputs(
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
     place, first, column = tiles.place_of(shape), shape.part * X, tiles.block_of(shape) * E + tl.arange(0, E)
     state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
-    HALVES: tl.constexpr = DENOMINATOR == "encoded" and PRECISION == "bf16"
+    HALVES: tl.constexpr = DENOMINATOR == "encoded"
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
@@ -263,12 +267,11 @@ def outputs(
             tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
             inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
             feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
-            scores, near = _near(q, k, rows, summed, inside, DENOMINATOR, PRECISION)
+            scores, near = _near(q, k, rows, summed, inside, falls, DENOMINATOR, PRECISION)
             total = tiles.dot_halves(q, state, HALVES, PRECISION)
-            if len(falls) > 0:
-                denominator *= falls[0]
+            denominator = tiles.fallen(denominator, falls)
             total, denominator = _with_chunk(total, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
-            state = tiles.advanced(state, k, tile, falls, PRECISION)
+            state = tiles.advanced(state, k, tile, falls, False, PRECISION)
         _finish(
             out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
         )
@@ -297,7 +300,9 @@ def quotients(grad, out, low, denominators, grad_sums, neg_grad, sizes, length, 
 
 
 @jit
-def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(
+    targets, sources, near, far, inside, falls, place, token, ok, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr
+):
     """Gradients of scores, times the weights inside a chunk."""
     scores = tiles.dot(near, tl.trans(far), PRECISION)
     if DENOMINATOR == "encoded":
@@ -305,7 +310,7 @@ def _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR: 
             scores -= tl.load(tiles.address(targets.neg_grad, place, token), mask=ok, other=0)[:, None]
         if sources.neg_grad is not None:
             scores -= tl.load(tiles.address(sources.neg_grad, place, token), mask=ok, other=0)[None, :]
-    return scores * inside
+    return tiles.apart(scores * inside, falls)
 
 
 @jit
@@ -317,12 +322,25 @@ def _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR: tl.con
 
 @jit
 def _down(before, inside, fed, falls, DENOMINATOR: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of features for denominators ``[C .]``: encoded ones before a chunk, unrotated ones with the chunk."""
+    """Sums of features: for unrotated denominators with those of the chunk, otherwise before it."""
     if DENOMINATOR == "plain":
-        before = _with_chunk(before, inside, fed, falls, PRECISION)
-    elif len(falls) > 0:
-        before *= falls[0][:, None]
+        before = _with_chunk(before, tiles.apart(inside, falls), fed, falls, PRECISION)
     return before
+
+
+@jit
+def _without(dy, before, inputs, place, token, ok, falls, DENOMINATOR: tl.constexpr):
+    """Gradients of features less those of an encoded denominator, given sums of features before a chunk ``[C D]``."""
+    if DENOMINATOR == "encoded":
+        before = tiles.weighed(before, inputs, place, token, ok)
+    if DENOMINATOR == "encoded" and len(falls) == 4:
+        if falls[3]:
+            dy -= tl.where((tl.load(falls[0]) == falls[1])[:, None], before, 0)
+        else:
+            dy -= before
+    elif DENOMINATOR == "encoded":
+        dy -= tiles.fallen(before, falls)
+    return dy
 
 
 @jit
@@ -354,13 +372,11 @@ def _vjp(
 ):
     """VJP of features: write gradients of x, its table and log decays, given gradients of features ``[C D]``.
 
-    `down` are sums of features for denominators: encoded ``[C D]`` or unrotated ``[C X]``. Returns the gradient of the
+    `down` are sums of features ``[C X]`` for unrotated denominators. Returns the gradient of the
     normal ``[X]``, summed over tokens.
     """
     if DENOMINATOR == "plain":
         down = -tiles.weighed(down, inputs, place, token, ok)
-    elif DENOMINATOR == "encoded":
-        dy -= tiles.weighed(down, inputs, place, token, ok)
     width, first = shape.width, tiles.block_of(shape) * X
     column = first + tl.arange(0, X)
     inside = (column < width)[None, :]
@@ -448,7 +464,7 @@ def gradients(
     for i in range(shape.chunks):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        down = tl.broadcast_to(summed[None, :], (C, summed.shape[0]))
+        down, falls = tl.broadcast_to(summed[None, :], (C, summed.shape[0])), ()
         if sources.x is not None:
             y, plain = _of_sources(
                 targets, sources, place, token, ok, first, shape, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
@@ -460,16 +476,16 @@ def gradients(
             x, _ = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
             dv = tiles.dot(x, state, PRECISION)
             if sources.x is not None:
-                dv = _with_chunk(dv, tiles.dot(x, tl.trans(y), PRECISION) * inside, far, falls, PRECISION)
+                dv = _with_chunk(dv, _weights(x, y, inside, falls, PRECISION), far, falls, PRECISION)
             dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
         near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        HALVES: tl.constexpr = PRECISION == "bf16" and DENOMINATOR == "encoded" and targets.neg_grad is not None
-        dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
+        dy = tiles.dot_halves(near, tl.trans(state), DENOMINATOR == "encoded" and targets.neg_grad is not None, PRECISION)
         if sources.x is not None:
-            scores = _scores(targets, sources, near, far, inside, place, token, ok, DENOMINATOR, PRECISION)
+            scores = _scores(targets, sources, near, far, inside, falls, place, token, ok, DENOMINATOR, PRECISION)
             dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            state = tiles.advanced(state, y, far, falls, PRECISION)
+            state = tiles.advanced(state, y, far, falls, False, PRECISION)
             down = _down(down, inside, fed, falls, DENOMINATOR, PRECISION)
+        dy = _without(dy, down, targets, place, token, ok, falls, DENOMINATOR)
         of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
         if grads.v is not None:
             _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)

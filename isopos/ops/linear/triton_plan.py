@@ -45,7 +45,7 @@ def key_of(sums: Sums, *more: Tensor) -> Any:
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, place % 16, places.index(place))
         for x, place in zip(tensors, places, strict=True)
     )
-    return sums.causal, sums.denominator, sums.g is None, forms, layouts
+    return sums.causal, sums.denominator, sums.g is None, sums.segmented, forms, layouts
 
 
 def is_known(sums: Sums) -> bool:

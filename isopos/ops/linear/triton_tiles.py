@@ -216,8 +216,8 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @jit
 def dot_halves(a, b, HALVES: tl.constexpr, PRECISION: tl.constexpr):
-    """The same; with HALVES, b is the sum of two bfloat16 numbers instead of one: its first digits, and the rest."""
-    if HALVES:
+    """The same; with HALVES and bfloat16, b is the sum of its first digits and the rest."""
+    if HALVES and PRECISION == "bf16":
         first = (b.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
         product = dot(a, first, PRECISION) + dot(a, b - first, PRECISION)
     else:
@@ -273,18 +273,22 @@ def load_weights(
 ):
     """Weights inside a chunk, and (state to target, source to the next state, state to state) across its borders.
 
-    Without decays the latter is an empty tuple, since Triton 3.6 returns no None.
+    Without decays the latter is an empty tuple, since Triton 3.6 returns no None. If borders only separate segments, it is
+    (addresses of the tokens' numbers, the state's number, that of the next state, whether these differ), of which equal
+    ones are one segment. A chunk inside of a segment then has the work of none but a comparison.
     """
-    if targets.g is None:
-        inside = weights_inside(None, None, None, C, REVERSE, STRICT)
-        falls = ()
-    else:
+    inside = weights_inside(None, None, None, C, REVERSE, STRICT)
+    falls = ()
+    if borders is not None:
         start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
         start = load_border(borders, place, start, shape, C, STRICT)
         end = load_border(borders, place, end, shape, C, STRICT)
-        of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
-        inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
-        falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
+        if targets.g is None:
+            falls = address(borders, place, tl.minimum(token, shape.length - 1)), start, end, start != end
+        else:
+            of_targets, of_sources = load_decays(targets, place, token, shape), load_decays(sources, place, token, shape)
+            inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
+            falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
     return inside, falls
 
 
@@ -339,20 +343,61 @@ def weighed(rows, inputs, place, token, ok):
 
 
 @jit
-def advanced_sum(feature_sum, summed, falls):
-    """The sum of features after a chunk."""
-    summed = summed.to(tl.float32)
-    if len(falls) > 0:
-        feature_sum, summed = feature_sum * falls[2], summed * falls[1][:, None]
-    return feature_sum + tl.sum(summed, 0)
+def apart(scores, falls):
+    """Scores inside a chunk, zero between segments."""
+    if len(falls) == 4:  # noqa: SIM102 - a constant, and a number
+        if falls[3]:
+            number = tl.load(falls[0])
+            scores = tl.where(number[:, None] == number[None, :], scores, 0)
+    return scores
 
 
 @jit
-def advanced(state, rows, tile, falls, PRECISION: tl.constexpr):
-    """The state after a chunk."""
-    if len(falls) > 0:
-        state, tile = state * falls[2], tile.to(tl.float32) * falls[1][:, None]
-    return state + dot(tl.trans(rows), tile, PRECISION)
+def fallen(total, falls):
+    """Sums over the state before a chunk, ``[C]`` or ``[C .]``, as targets see them."""
+    if len(falls) == 4:
+        if falls[3]:
+            seen = tl.load(falls[0]) == falls[1]
+            total = tl.where(seen[:, None] if len(total.shape) == 2 else seen, total, 0)
+    elif len(falls) == 3:
+        total *= falls[0][:, None] if len(total.shape) == 2 else falls[0]
+    return total
+
+
+@jit
+def advanced_sum(feature_sum, summed, falls):
+    """The sum of features after a chunk."""
+    summed = summed.to(tl.float32)
+    if len(falls) == 4:
+        if falls[3]:
+            feature_sum = tl.sum(tl.where((tl.load(falls[0]) == falls[2])[:, None], summed, 0), 0)
+        else:
+            feature_sum += tl.sum(summed, 0)
+    else:
+        if len(falls) == 3:
+            feature_sum, summed = feature_sum * falls[2], summed * falls[1][:, None]
+        feature_sum += tl.sum(summed, 0)
+    return feature_sum
+
+
+@jit
+def advanced(state, rows, tile, falls, ALONE: tl.constexpr, PRECISION: tl.constexpr):
+    """The state after a chunk. ALONE: no other product reads the tile; one outside of branches prefetches it."""
+    if len(falls) == 4 and ALONE:
+        if falls[3]:
+            state, rows = tl.zeros_like(state), tl.where((tl.load(falls[0]) == falls[2])[:, None], rows, 0)
+        state += dot(tl.trans(rows), tile, PRECISION)
+    elif len(falls) == 4:
+        if falls[3]:
+            own = tl.where((tl.load(falls[0]) == falls[2])[:, None], rows, 0)
+            state = dot(tl.trans(own), tile, PRECISION)
+        else:
+            state += dot(tl.trans(rows), tile, PRECISION)
+    else:
+        if len(falls) == 3:
+            state, tile = state * falls[2], tile.to(tl.float32) * falls[1][:, None]
+        state += dot(tl.trans(rows), tile, PRECISION)
+    return state
 
 
 @jit
