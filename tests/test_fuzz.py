@@ -84,7 +84,7 @@ def whole(made):
     return ended
 
 
-@few(40, 600)
+@few(40, 1200)
 def test_a_random_call_is_right_or_one_clear_error(examples):
     run_examples(calls(), random_calls.run, examples)
 
