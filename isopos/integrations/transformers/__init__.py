@@ -29,6 +29,6 @@ __all__ += ["unpatch"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module(f"{__name__}.attention").register()
+    importlib.import_module(f"{__name__}.attention").register_attention()
     parts = [importlib.import_module(f"{__name__}.{part}") for part in _PARTS]
     return next(getattr(part, name) for part in parts if hasattr(part, name))
