@@ -1,5 +1,6 @@
 """The C kernel for another machine or by another compiler, in a separate process, with the interface of `ctypes`."""
 
+import contextlib
 import ctypes
 import gc
 import shutil
@@ -57,10 +58,10 @@ class Emulated:
 
     def run(self, name: str, call: ctypes.Structure) -> None:
         self.calls.append(name)
-        memory = [
-            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
-            for x in [*self.tensors, *tensors_among(gc.get_objects())]
-        ]
+        memory = []
+        for x in [*self.tensors, *tensors_among(gc.get_objects())]:
+            with contextlib.suppress(RuntimeError):  # of a tensor whose storage is gone, which no call reads
+                memory.append((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
         if isinstance(call, library.Call):
             memory.append((ctypes.addressof(call.status.contents), 8))
         self.exchange(name, bytes(call), list(addresses_of(type(call))), memory)
