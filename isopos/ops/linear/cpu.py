@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isopos.exact import is_exporting
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
 from isopos.ops.library import (
@@ -30,8 +31,9 @@ from isopos.ops.library import (
     view,
     whole,
 )
-from isopos.ops.linear.autograd import needs, refusal, refuses_step
+from isopos.ops.linear.autograd import OPERATED, Operator, needs, operands, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
+from isopos.ops.linear.containment import contained
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.scan import CHUNK, Groups, Operand, OutputGradient, Plan, Scan, ScanKernel, Span, operands_of
@@ -40,6 +42,7 @@ from isopos.ops.slices import Slices
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
 ROWS = ("favor",)  # feature maps whose features PyTorch computes and the C kernel sums up
 ONE = slice(0, 1)
+TOKENS = 256  # of a group, before which the state is saved
 
 
 class Closed(NamedTuple):
@@ -97,6 +100,26 @@ def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
     """Closed forms of the features of operands, over all tokens."""
     described = ((operand.described(), operand.x) for operand in operands)
     return [None if features is None else Closed.of(features, x) for features, x in described]
+
+
+def _compiled(sums: Sums) -> list[Closed | None]:
+    """The same in code that is compiled, where no mask has numbers."""
+    rest, found = iter(needs(sums)[5:]), []
+    for features, x in zip(sums.features, sums.inputs, strict=True):
+        needed = [next(rest) for _ in features.tensors]
+        found.append(Closed.of(features, x) if features.fused(needed) else None)
+    return found
+
+
+def _refuses_compiled(sums: Sums) -> str:
+    """Why compiled code does not call the C kernel, or ""."""
+    if is_exporting():
+        return "an exported program has only PyTorch's operations"
+    if not all(x.is_cpu for x in sums.tensors):
+        return "it reads tensors on a CPU only"
+    if sums.q.ndim > 4 or not all(_compiled(sums)):
+        return "compiled code makes features that it does not, and those of several axes of samples"
+    return ""
 
 
 def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
@@ -402,13 +425,17 @@ class CpuSteps:
         return out
 
 
-class Cpu(ScanKernel):
+class Cpu(ScanKernel, Operator):
     """The C kernel: chunk by chunk, or one token of a stream at a time."""
 
     name = "cpu"
 
     def serves(self, sums: Sums) -> str:
-        return self._refuses(sums) or ("" if torch.compiler.is_compiling() else library.absent())
+        if torch.compiler.is_compiling():
+            from isopos.ops.linear import operators
+
+            return self._refuses(sums) or ("" if operators.installed() else "it is not installed")
+        return self._refuses(sums) or library.absent()
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
         """The plan of the operands, uncut if the C kernel computes all features."""
@@ -433,7 +460,34 @@ class Cpu(ScanKernel):
         return super().backward(sums, saved, grad, needs)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if torch.compiler.is_compiling():
+            from isopos.ops.linear import operators
+
+            return operators.run(self.name, sums), ()
         return super().run(sums) if sums.stream is None else self._step(sums)
+
+    def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
+        needs = [learns and n < 3 for n in range(len(operands(sums)))]
+        out, saved = self.forward(sums, needs)
+        result = contained(sums, out, lambda clean: self.forward(clean, [False] * len(needs))[0])
+        return [result, *(saved[1:] if sums.denominator == "divide" else saved)] if learns else [result]
+
+    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
+        like, leading, (q, _, v) = sums.q.new_empty, sums.q.shape[:-1], sums.inputs
+        result = like(*leading, v.shape[-1] + (sums.denominator == "column"), dtype=torch.float32)
+        if not learns:
+            return [result]
+        kept = [like(*leading, 1, dtype=torch.float32)] if sums.denominator == "divide" else []
+        closed, width = sums.features[0].closed(), whole(q.shape[-1])
+        doubled = width * (2 if closed is not None and closed[0] == "lift" else 1)
+        shapes = [(doubled, whole(v.shape[-1]))]
+        shapes += [(1, width if sums.features[0].unrotated else doubled)] * (sums.denominator is not None)
+        every, ways = not sums.causal and sums.g is None, 1 if sums.causal or sums.g is None else 2
+        groups = () if every else (-(-q.shape[-2] // TOKENS),)
+        return [result, *kept, *(like(*leading[:-1], *groups, *shape, dtype=torch.float32) for shape in shapes * ways)]
+
+    def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
+        return list(packed if sums.denominator == "divide" else packed[1:])
 
     def _refuses(self, sums: Sums) -> str:
         """Why it would not serve a problem if it was installed, or ""."""
@@ -445,12 +499,17 @@ class Cpu(ScanKernel):
             if isinstance(phi, FeatureMap) and phi not in PHI and phi.name not in ROWS:
                 known = ", ".join((*(phi.name for phi in PHI), *ROWS))
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
-        if why := refusal(sums):
+        if why := refusal(sums, operator=True):
             return why
-        if why := library.unreadable(*sums.tensors):
+        if torch.compiler.is_compiling():
+            if why := _refuses_compiled(sums):
+                return why
+            closed = _compiled(sums)
+        elif why := library.unreadable(*sums.tensors):
             return why
-        operands, _ = sums.notes["operands"] = operands_of(sums, needs(sums))
-        closed = sums.notes["closed"] = _closed(operands)
+        else:
+            inputs, _ = sums.notes["operands"] = operands_of(sums, needs(sums))
+            closed = sums.notes["closed"] = _closed(inputs)
         if not sums.causal and sums.g is None and not all(closed):
             return "features that PyTorch makes go into products of matrices over all keys, which it has, too"
         (queries, _), (keys, _), _ = widths = [
@@ -458,7 +517,8 @@ class Cpu(ScanKernel):
         ]
         if math.prod(queries) != math.prod(keys):
             return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
-        if queries != keys and any(width % library.lanes() for _, width in (queries, keys)):
+        compiling = torch.compiler.is_compiling()
+        if queries != keys and (compiling or any(width % library.lanes() for _, width in (queries, keys))):
             return f"features of queries and keys lie {queries} and {keys}, and not in whole vectors"
         widest = max(width for _, read in widths for width in read)
         return f"features come up to {library.WIDEST}, not {widest}" if widest > library.WIDEST else ""
@@ -500,4 +560,4 @@ class Cpu(ScanKernel):
         return steps(q, k, v, 0), steps.sums
 
 
-CPU = Cpu()
+CPU = OPERATED["cpu"] = Cpu()

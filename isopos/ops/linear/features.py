@@ -108,6 +108,10 @@ class Features(NamedTuple):
         fused = len(needed) == 1 and self.direct and needed[0] < len(kinds) and kinds[needed[0]] in ("rotation", "lift")
         return needed[0] if fused else None
 
+    def fused(self, needs: Sequence[bool]) -> bool:
+        """Whether kernels may compute it and all gradients that its tensors need in closed form."""
+        return self.kinds is not None and ((self.direct and not any(needs)) or self.table(needs) is not None)
+
     def closed(self) -> tuple[str, Tensor | None, Tensor | None] | None:
         """Kind, table and normal of a map with at most one reflection, then at most one table ("none" without a table).
 

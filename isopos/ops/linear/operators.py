@@ -4,32 +4,65 @@ The forward one returns the sums and all that the backward one reads. Importing 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from isopos.exact import full_precision
 from isopos.feature_maps import COMPILED, FeatureMap
+from isopos.ops import library
 from isopos.ops.linear.autograd import OPERATED, needs, operands
 from isopos.ops.linear.features import Features, Sums
+from isopos.ops.rotate import lift, permute, reflect, rotate, unlift, unpermute, unrotate
+from isopos.ops.slices import Axes, Slices
+
+AXES = {
+    "rotation": Axes.named("*b h t f 2"),
+    "lift": Axes.named("*b h t f 2"),
+    "gather": Axes.named("*b h t d"),
+    "reflection": Axes.named("h 1 d"),
+}
+APPLIED = {"rotation": rotate, "lift": lift, "gather": permute, "reflection": reflect}
+ADJOINT = {"rotation": unrotate, "lift": unlift, "gather": unpermute, "reflection": reflect}
 
 
-class _Tensors(NamedTuple):
-    """The tensors of a map, without the map: such kernels read kinds and tensors alone."""
+@dataclass(frozen=True)
+class MapOfKinds:
+    """The map of closed form with these kinds, in order, one per tensor."""
 
+    kinds: tuple[str, ...]
     all: tuple[Tensor, ...]
+
+    features, linear = None, True
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.all
+
+    def replace(self, tensors: Sequence[Tensor]) -> Self:
+        return replace(self, all=tuple(tensors[: len(self.all)]))
+
+    def part(self, slices: Slices) -> Self:
+        return self.replace([AXES[kind].part(x, slices) for kind, x in zip(self.kinds, self.all, strict=True)])
+
+    def apply(self, x: Tensor) -> Tensor:
+        for kind, by in zip(self.kinds, self.all, strict=True):
+            x = APPLIED[kind](x, by)
+        return x
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        for kind, by in zip(reversed(self.kinds), reversed(self.all), strict=True):
+            x = ADJOINT[kind](x, by)
+        return x
 
 
 def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
     """A problem as its different tensors, its form, the index of each operand (-1 for None), and which need gradients.
 
-    The form is `causal;denominator;segmented`, then feature map, kinds, whether unrotated features are summed up and
-    whether there is a mask, for queries, keys and values.
+    The form is `causal;denominator;segmented`, then feature map, kinds, whether unrotated features are summed up, whether
+    there is a mask, and the dtype of features, for queries, keys and values.
     """
     tensors: list[Tensor] = []
     places: list[int] = []
@@ -45,17 +78,19 @@ def described(sums: Sums) -> tuple[list[Tensor], str, list[int], list[bool]]:
     form = f"{sums.causal};{sums.denominator};{sums.segmented}"
     for each in sums.features:
         assert isinstance(each.phi, FeatureMap)
-        form += f";{each.phi.name},{' '.join(each.kinds or ())},{each.unrotated},{each.mask is not None}"
+        dtype = "" if each.dtype is None else str(each.dtype).removeprefix("torch.")
+        form += f";{each.phi.name},{' '.join(each.kinds or ())},{each.unrotated},{each.mask is not None},{dtype}"
     return tensors, form, places, needed
 
 
 @cache
-def _parsed(form: str) -> tuple[bool, str | None, bool, list[tuple[Any, tuple[str, ...], bool, bool]]]:
+def _parsed(form: str) -> tuple[bool, str | None, bool, list[tuple[Any, tuple[str, ...], bool, bool, Any]]]:
     causal, denominator, segmented, *features = form.split(";")
     phis, found = {phi.name: phi for phi in COMPILED}, []
     for each in features:
-        phi, kinds, unrotated, masked = each.split(",")
-        found.append((phis[phi], tuple(kinds.split()), unrotated == "True", masked == "True"))
+        phi, kinds, unrotated, masked, dtype = each.split(",")
+        dtype = getattr(torch, dtype) if dtype else None
+        found.append((phis[phi], tuple(kinds.split()), unrotated == "True", masked == "True", dtype))
     return causal == "True", None if denominator == "None" else denominator, segmented == "True", found
 
 
@@ -65,11 +100,17 @@ def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums
     given: Any = iter([None if n < 0 else tensors[n] for n in places])
     q, k, v, g_q, g_k = (next(given) for _ in range(5))
     features: Any = []
-    for phi, kinds, unrotated, masked in forms:
-        of_map: Any = _Tensors(tuple(next(given) for _ in kinds)) if kinds else None
-        features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated))
+    for phi, kinds, unrotated, masked, dtype in forms:
+        of_map = MapOfKinds(kinds, tuple(next(given) for _ in kinds)) if kinds else None
+        features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated, dtype))
     g = None if g_q is None else (g_q, g_k)
     return Sums(q, k, v, tuple(features), g, causal, denominator, segmented=segmented)
+
+
+@torch.compiler.assume_constant_result
+def installed() -> bool:
+    """Whether the library of C kernels is installed, as compiled code keeps it."""
+    return bool(library.libraries()[0])
 
 
 def run(kernel: str, sums: Sums) -> Tensor:

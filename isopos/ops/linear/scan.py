@@ -136,7 +136,7 @@ class Operand:
 
     def described(self, span: Span | None = None) -> Features | None:
         """The features of these tokens, or of all, if they and needed gradients have a closed form; otherwise None."""
-        if self.features.kinds is None or not (self.direct or self.table is not None):
+        if not self.features.fused(self.needs):
             return None
         return (self.features if span is None else self.features.part(span.slices)).without_idle_mask()
 
