@@ -111,6 +111,25 @@ def _compiled(sums: Sums) -> list[Closed | None]:
     return found
 
 
+def _kept(sums: Sums) -> int:
+    """Number of tensors that a forward pass saves ahead of the states: the output and its denominators of a division."""
+    return 2 if sums.denominator == "divide" else 0
+
+
+def _states(sums: Sums) -> list[tuple[int, ...]]:
+    """Shapes of the states that a forward pass saves, after samples and heads. Compiled code has them flat.
+
+    Otherwise it would take another graph for lengths of one group.
+    """
+    features, width = sums.features[0], whole(sums.q.shape[-1])
+    closed, every = features.closed(), not sums.causal and sums.g is None
+    d = width * (2 if closed is not None and closed[0] == "lift" else 1)
+    shapes = [(d, whole(sums.v.shape[-1]))]
+    shapes += [(1, width if features.unrotated else d)] * (sums.denominator is not None)
+    groups = () if every else (-(-sums.q.shape[-2] // TOKENS),)
+    return [(*groups, *shape) for shape in shapes] * (1 if sums.causal or every else 2)
+
+
 def _refuses_compiled(sums: Sums) -> str:
     """Why compiled code does not call the C kernel, or ""."""
     if is_exporting():
@@ -469,25 +488,23 @@ class Cpu(ScanKernel, Operator):
     def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
         needs = [learns and n < 3 for n in range(len(operands(sums)))]
         out, saved = self.forward(sums, needs)
-        result = contained(sums, out, lambda clean: self.forward(clean, [False] * len(needs))[0])
-        return [result, *(saved[1:] if sums.denominator == "divide" else saved)] if learns else [result]
-
-    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
-        like, leading, (q, _, v) = sums.q.new_empty, sums.q.shape[:-1], sums.inputs
-        result = like(*leading, v.shape[-1] + (sums.denominator == "column"), dtype=torch.float32)
+        result, first = contained(sums, out, lambda clean: self.forward(clean, [False] * len(needs))[0]), _kept(sums)
         if not learns:
             return [result]
-        kept = [like(*leading, 1, dtype=torch.float32)] if sums.denominator == "divide" else []
-        closed, width = sums.features[0].closed(), whole(q.shape[-1])
-        doubled = width * (2 if closed is not None and closed[0] == "lift" else 1)
-        shapes = [(doubled, whole(v.shape[-1]))]
-        shapes += [(1, width if sums.features[0].unrotated else doubled)] * (sums.denominator is not None)
-        every, ways = not sums.causal and sums.g is None, 1 if sums.causal or sums.g is None else 2
-        groups = () if every else (-(-q.shape[-2] // TOKENS),)
-        return [result, *kept, *(like(*leading[:-1], *groups, *shape, dtype=torch.float32) for shape in shapes * ways)]
+        return [result, *saved[first - 1 : first], *(x.flatten(sums.q.ndim - 2) for x in saved[first:])]
+
+    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
+        like, leading, e = sums.q.new_empty, sums.q.shape[:-1], sums.v.shape[-1]
+        shapes = [(*leading, e + (sums.denominator == "column"))]
+        if learns:
+            shapes += [(*leading, 1)] * (sums.denominator == "divide")
+            shapes += [(*leading[:-1], math.prod(shape)) for shape in _states(sums)]
+        return [like(shape, dtype=torch.float32) for shape in shapes]
 
     def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
-        return list(packed if sums.denominator == "divide" else packed[1:])
+        first = _kept(sums)
+        states = zip(packed[max(first, 1) :], _states(sums), strict=True)
+        return [*packed[:first], *(x.unflatten(-1, shape) for x, shape in states)]
 
     def _refuses(self, sums: Sums) -> str:
         """Why it would not serve a problem if it was installed, or ""."""
