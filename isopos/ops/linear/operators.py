@@ -30,7 +30,7 @@ ADJOINT = {"rotation": unrotate, "lift": unlift, "gather": unpermute, "reflectio
 
 
 @dataclass(frozen=True)
-class MapOfKinds:
+class _MapOfKinds:
     """The map of closed form with these kinds, in order, one per tensor."""
 
     kinds: tuple[str, ...]
@@ -101,7 +101,7 @@ def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums
     q, k, v, g_q, g_k = (next(given) for _ in range(5))
     features: Any = []
     for phi, kinds, unrotated, masked, dtype in forms:
-        of_map = MapOfKinds(kinds, tuple(next(given) for _ in kinds)) if kinds else None
+        of_map = _MapOfKinds(kinds, tuple(next(given) for _ in kinds)) if kinds else None
         features.append(Features(phi, of_map, kinds, next(given) if masked else None, unrotated, dtype))
     g = None if g_q is None else (g_q, g_k)
     return Sums(q, k, v, tuple(features), g, causal, denominator, segmented=segmented)
