@@ -71,25 +71,6 @@ class Kernel(Backend, ABC):
         return (result, ()) if sums.stream is None else (result[0], result[1:])
 
 
-class Operator(Kernel, ABC):
-    """A kernel whose passes compiled code calls as `operators`: by its name in OPERATED, without streams."""
-
-    @abstractmethod
-    def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
-        """The sums, and if it `learns` all that the backward pass reads: different tensors, of shapes that `fake` knows."""
-
-    @abstractmethod
-    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
-        """Tensors like those of `packed`, for tensors without numbers and sizes that are symbols."""
-
-    @abstractmethod
-    def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors to save, as `forward` returns them."""
-
-
-OPERATED: dict[str, Operator] = {}
-
-
 def operands(sums: Sums) -> tuple[Tensor | None, ...]:
     """q, k, v, both log decays or None, the tensors of the features, and the sums of a stream."""
     more = *(tensor for each in sums.features for tensor in each.tensors), *(() if sums.stream is None else sums.stream.sums)

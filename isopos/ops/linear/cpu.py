@@ -31,18 +31,19 @@ from isopos.ops.library import (
     view,
     whole,
 )
-from isopos.ops.linear.autograd import OPERATED, Operator, needs, operands, refusal, refuses_step
+from isopos.ops.linear.autograd import needs, operands, refusal, refuses_step
 from isopos.ops.linear.chunks import CHUNKS
 from isopos.ops.linear.containment import contained
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
+from isopos.ops.linear.operators import OPERATED, Operator, installed
 from isopos.ops.linear.scan import CHUNK, Groups, Operand, OutputGradient, Plan, Scan, ScanKernel, Span, operands_of
 from isopos.ops.slices import Slices
 
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
 ROWS = ("favor",)  # feature maps whose features PyTorch computes and the C kernel sums up
 ONE = slice(0, 1)
-TOKENS = 256  # of a group, before which the state is saved
+TOKENS = 4 * CHUNK  # of a group, before which the state is saved
 
 
 class Closed(NamedTuple):
@@ -130,13 +131,13 @@ def _states(sums: Sums) -> list[tuple[int, ...]]:
     return [(*groups, *shape) for shape in shapes] * (1 if sums.causal or every else 2)
 
 
-def _refuses_compiled(sums: Sums) -> str:
+def _refuses_compiled(sums: Sums, closed: Sequence[Closed | None]) -> str:
     """Why compiled code does not call the C kernel, or ""."""
     if is_exporting():
         return "an exported program has only PyTorch's operations"
     if not all(x.is_cpu for x in sums.tensors):
         return "it reads tensors on a CPU only"
-    if sums.q.ndim > 4 or not all(_compiled(sums)):
+    if sums.q.ndim > 4 or not all(closed):
         return "compiled code makes features that it does not, and those of several axes of samples"
     return ""
 
@@ -451,9 +452,7 @@ class Cpu(ScanKernel, Operator):
 
     def serves(self, sums: Sums) -> str:
         if torch.compiler.is_compiling():
-            from isopos.ops.linear import operators
-
-            return self._refuses(sums) or ("" if operators.installed() else "it is not installed")
+            return self._refuses(sums) or ("" if installed() else "it is not installed")
         return self._refuses(sums) or library.absent()
 
     def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
@@ -479,10 +478,6 @@ class Cpu(ScanKernel, Operator):
         return super().backward(sums, saved, grad, needs)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if torch.compiler.is_compiling():
-            from isopos.ops.linear import operators
-
-            return operators.run(self.name, sums), ()
         return super().run(sums) if sums.stream is None else self._step(sums)
 
     def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
@@ -518,10 +513,10 @@ class Cpu(ScanKernel, Operator):
                 return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
         if why := refusal(sums, operator=True):
             return why
-        if torch.compiler.is_compiling():
-            if why := _refuses_compiled(sums):
-                return why
+        if compiling := torch.compiler.is_compiling():
             closed = _compiled(sums)
+            if why := _refuses_compiled(sums, closed):
+                return why
         elif why := library.unreadable(*sums.tensors):
             return why
         else:
@@ -534,7 +529,6 @@ class Cpu(ScanKernel, Operator):
         ]
         if math.prod(queries) != math.prod(keys):
             return f"features of queries and keys are {math.prod(queries)} and {math.prod(keys)}"
-        compiling = torch.compiler.is_compiling()
         if queries != keys and (compiling or any(width % library.lanes() for _, width in (queries, keys))):
             return f"features of queries and keys lie {queries} and {keys}, and not in whole vectors"
         widest = max(width for _, read in widths for width in read)

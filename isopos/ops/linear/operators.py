@@ -3,6 +3,7 @@
 The forward one returns the sums and all that the backward one reads. Importing this module registers them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,10 +15,35 @@ from torch import Tensor
 from isopos.exact import full_precision
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
-from isopos.ops.linear.autograd import OPERATED, needs, operands
+from isopos.ops.linear.autograd import Kernel, needs, operands
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.rotate import lift, permute, reflect, rotate, unlift, unpermute, unrotate
 from isopos.ops.slices import Axes, Slices
+
+
+class Operator(Kernel, ABC):
+    """A kernel that compiled code calls as operators: by its name in OPERATED, without streams, differentiable once."""
+
+    def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if torch.compiler.is_compiling():
+            return _forward(self.name, *described(sums))[0], ()
+        return super().run(sums)
+
+    @abstractmethod
+    def packed(self, sums: Sums, learns: bool) -> list[Tensor]:
+        """The sums, and if it `learns` all that the backward pass reads: different tensors, of shapes that `fake` knows."""
+
+    @abstractmethod
+    def fake(self, sums: Sums, learns: bool) -> list[Tensor]:
+        """Tensors like those of `packed`, for tensors without numbers and sizes that are symbols."""
+
+    @abstractmethod
+    def unpacked(self, sums: Sums, packed: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors to save, as `forward` returns them."""
+
+
+OPERATED: dict[str, Operator] = {}
+
 
 AXES = {
     "rotation": Axes.named("*b h t f 2"),
@@ -111,11 +137,6 @@ def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums
 def installed() -> bool:
     """Whether the library of C kernels is installed, as compiled code keeps it."""
     return bool(library.libraries()[0])
-
-
-def run(kernel: str, sums: Sums) -> Tensor:
-    """The sums by a kernel of OPERATED that serves them, differentiable once."""
-    return _forward(kernel, *described(sums))[0]
 
 
 @torch.library.custom_op("isopos::kernel_forward", mutates_args=())

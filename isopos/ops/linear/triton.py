@@ -16,9 +16,10 @@ from torch import Tensor
 from isopos.feature_maps import COMPILED, FeatureMap, identity
 from isopos.ops import gpu
 from isopos.ops.linear import triton_stream
-from isopos.ops.linear.autograd import OPERATED, Operator, refusal
+from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
+from isopos.ops.linear.operators import OPERATED, Operator
 from isopos.ops.linear.triton_arguments import Grads, Inputs, Numbers, Rows, Sizes, Values, columns, padded, rows
 from isopos.ops.linear.triton_config import TILE, config
 from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
@@ -391,10 +392,6 @@ class Triton(Operator):
         return _refuses(triton_stream.expanded(sums)) or triton_stream.refuses(sums, _closed(sums)[1].doubled)
 
     def run(self, sums: Sums) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if torch.compiler.is_compiling():
-            from isopos.ops.linear import operators
-
-            return operators.run(self.name, sums), ()
         if sums.stream is None:
             return super().run(sums)
         doubled = _closed(sums)[0].doubled
