@@ -12,7 +12,7 @@ import pickle
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,7 +103,8 @@ def run(options: Options, console: Console) -> int:
         for seed, name in itertools.product(range(options.seeds), recipes)
         for scheme in dict.fromkeys(row.on(name) for row in rows if row.on(name))
     ]
-    cells = [] if table.timed else _cells(folder, table, planned, options.rates)
+    plan = functools.partial(_cells, folder, table, planned, options.rates)
+    cells = [] if table.timed else plan()
     if options.dry_run:
         untimed = [
             cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _missing_rounds(rows, folder, name)
@@ -125,7 +126,7 @@ def run(options: Options, console: Console) -> int:
             for name, recipe in recipes.items():
                 _time(folder, table, name, recipe, sets[name], rows, console)
         else:
-            status = _fill(table, folder, planned, options, recipes, sets, console)
+            status = _fill(cells, plan, table, recipes, sets, options, console)
     except KeyboardInterrupt as stop:
         console.print("[yellow]interrupted: finished cells are kept, and the same command continues")
         status = signals.exit_status(stop)
@@ -137,25 +138,26 @@ def run(options: Options, console: Console) -> int:
 
 
 def _fill(
+    cells: Sequence[Cell],
+    plan: Callable[[], Sequence[Cell]],
     table: PaperTable,
-    folder: Path,
-    planned: Sequence[tuple[str, Recipe]],
-    options: Options,
     recipes: Mapping[str, Recipe],
     sets: Mapping[str, Data],
+    options: Options,
     console: Console,
 ) -> int:
-    """Train the missing cells, and those of the learning rates that these choose; return the exit status."""
-    status, cells, before = 0, _cells(folder, table, planned, options.rates), 0
-    while len(cells) > before:
-        _check_data(cells, sets)
+    """Train the missing ones of these cells, and those of the learning rates that they choose; return the exit status."""
+    status = 0
+    while True:
         missing = [cell for cell in cells if not cell.done]
         if options.ray:
             status |= _spread(missing, table, recipes, sets, options, console)
         else:
             _train_cells(missing, sets, console)
-        before, cells = len(cells), _cells(folder, table, planned, options.rates)
-    return status
+        before, cells = cells, plan() if options.rates else cells
+        if len(cells) == len(before):
+            return status
+        _check_data(cells, sets)
 
 
 def _check_rates(table: PaperTable, recipes: Mapping[str, Recipe], rates: Sequence[float]) -> None:
@@ -248,21 +250,20 @@ def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) ->
 
 def _cells(folder: Path, table: PaperTable, planned: Sequence[tuple[str, Recipe]], rates: Sequence[float]) -> list[Cell]:
     """The cells of planned runs. Of learning rates to try, seed 0 has all, and other seeds have the best one, once known."""
+
+    def best(corpus: str, scheme: str) -> float | None:
+        return best_rate(table, folder, corpus, scheme, rates) if rates else 1.0
+
     cells = []
     for corpus, recipe in planned:
-        data = table.corpus(corpus)
-        start = data.start if data else ""
-        before = best_rate(table, folder, start, recipe.scheme, rates) if start and rates else 1.0
-        if recipe.seed and rates:
-            best = best_rate(table, folder, corpus, recipe.scheme, rates)
-            tried = [] if best is None else [best]
-        else:
-            tried = rates or [1.0]
-        if before is None:
-            continue
-        for rate in tried:
-            before_cell = folder / "cells" / cell_name(start, recipe.scheme, recipe.seed, before) if start else None
-            cells.append(_cell(folder, table, corpus, recipe, rate, before_cell))
+        data, seed = table.corpus(corpus), recipe.seed
+        start, tried = None, (rates or [1.0]) if seed == 0 else [best(corpus, recipe.scheme)]
+        if data and data.start:
+            rate = best(data.start, recipe.scheme)
+            if rate is None:
+                continue
+            start = folder / "cells" / cell_name(data.start, recipe.scheme, seed, rate)
+        cells += [_cell(folder, table, corpus, recipe, rate, start) for rate in tried if rate is not None]
     return cells
 
 
