@@ -522,6 +522,7 @@ def test_accuracy_alone(here):
 
 @pytest.mark.slow
 def test_a_separate_process():
+    assert processes.call("peak", spec="none", shape=races.Shape(1024)) > 1  # more than what warming up took
     first = next(rows := processes.results_of_child("section", name="growth", rounds=1, longest=128))
     assert Row.from_json(first).raced
     rows.close()
@@ -532,9 +533,8 @@ def test_a_separate_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["retnet", "permuteformer"])
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
-    # one of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
-    peaks = (processes.call("peak", spec=name, shape=races.Shape(8192)) for _ in range(3))
-    assert next((peak for peak in peaks if peak <= 6), 0) > 3
+    # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
+    assert 3 < min(processes.call("peak", spec=name, shape=races.Shape(8192)) for _ in range(3)) <= 6
 
 
 def test_the_formulas_of_others_rotate_as_ours_does():

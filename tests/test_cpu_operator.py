@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from cases import linear_options, with_gradients
+from operated import compiled, exported_operations, with_learned_table
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from isopos import linear_attention
 from isopos.attention import plans
-from isopos.feature_maps import elu1
 from isopos.ops import library
 from isopos.ops.linear import Clamped, cpu, graph
 from isopos.ops.linear.autograd import operands
@@ -36,11 +36,6 @@ def passes(monkeypatch):
     torch.compiler.reset()
     yield found
     torch.compiler.reset()
-
-
-def compiled(attend: Any = linear_attention, backend: Any = "aot_eager") -> Any:
-    """Attention as one graph."""
-    return torch.compile(attend, fullgraph=True, backend=backend)
 
 
 def problem_of(monkeypatch: pytest.MonkeyPatch, *inputs: torch.Tensor, **given: Any) -> Any:
@@ -80,22 +75,11 @@ def test_inductor_and_half_precision(passes):
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensors_that_learn_or_are_shared_have_gradients(shared):
     """One tensor is queries and keys, and one table serves both, and every sample."""
-    x, y, v, grad = drawn(*[(2, 2, T, D)] * 4)
-    isometry = linear_options("rope", 2, 2, T, D)["isometry"]
-    (table,) = isometry.tensors()
-
-    def attend(x, y, v, table):
-        keys = x if shared else y
-        return linear_attention(x, keys, v, isometry=isometry.replace([table]), feature_map=elu1, causal=True)
-
-    results = []
-    for run, dtype in ((compiled(attend), torch.float32), (attend, torch.float64)):
-        leaves = [a.to(dtype, copy=True).requires_grad_() for a in (x, y, v, table)]
-        wanted = [leaf for leaf in leaves if not shared or leaf is not leaves[1]]
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out, wanted, grad.to(dtype))])
-    for found, exact in zip(*results, strict=True):
-        torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-5 * float(exact.detach().abs().max()))
+    *inputs, grad = drawn(*[(2, 2, T, D)] * 4)
+    found = with_learned_table(lambda attend: compiled(attend=attend), torch.float32, inputs, grad, shared)
+    exact = with_learned_table(lambda attend: attend, torch.float64, inputs, grad, shared)
+    for x, y in zip(found, exact, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=0, atol=1e-5 * float(y.abs().max()))
 
 
 def test_lengths_compile_twice_at_most(passes):
@@ -166,10 +150,4 @@ def test_code_that_is_compiled_without_the_library_has_operations_of_pytorch(mon
 
 def test_exports_have_operations_of_pytorch_alone(monkeypatch):
     monkeypatch.undo()
-
-    class Attend(torch.nn.Module):
-        def forward(self, q, k, v):
-            return linear_attention(q, k, v, causal=True)
-
-    program = torch.export.export(Attend(), tuple(drawn(*[(1, 1, T, D)] * 3)))
-    assert not any("kernel_forward" in str(node.target) for node in program.graph.nodes)
+    assert not any("kernel_forward" in name for name in exported_operations(drawn(*[(1, 1, T, D)] * 3)))

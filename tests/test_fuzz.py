@@ -89,12 +89,12 @@ def test_a_random_call_is_right_or_one_clear_error(examples):
     run_examples(calls(), random_calls.run, examples)
 
 
-@few(8, 40)
+@few(8, 80)
 def test_a_random_command_is_right_or_one_clear_error(made, examples):
     run_examples(command_lines(), lambda words: run_command(words, made), examples)
 
 
-@few(8, 30)
+@few(8, 60)
 def test_a_damaged_file_is_read_as_before_or_named(made, whole, examples):
     files = sorted(str(path.relative_to(made / "runs")) for path in made.glob("runs/**/*") if path.is_file())
     run_examples(damages(files), lambda case: run_damaged(case, made, whole(case.command)), examples)

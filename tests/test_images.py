@@ -613,13 +613,16 @@ def test_a_short_training_finds_which_side_a_dot_is_on_by_its_place(tmp_path):
         assert re.fullmatch(r"\d+%", one["with probability"])
 
 
+@pytest.mark.parametrize(
+    ("name", "height", "channels", "classes"), [("mnist_png", 28, 1, 10), ("tiny_imagenet30", 64, 3, 30)]
+)
 @pytest.mark.slow
-def test_published_images():
-    if not (SHARED / "tiny_imagenet30").exists():
+def test_published_images(name, height, channels, classes):
+    if not (SHARED / name).exists():
         pytest.skip("the published images are not beside this project")
-    found = read_images(str(SHARED / "tiny_imagenet30"))
-    assert found.pixels.shape[1:] == (3, 64, 64)
-    assert len(found.classes) == 30
+    found = read_images(str(SHARED / name))
+    assert found.pixels.shape[1:] == (channels, height, height)
+    assert len(found.classes) == classes
     assert not any("decode" in one for one in found.skipped)
 
 

@@ -1,14 +1,12 @@
 """Test that compiled code runs the Triton kernels of linear attention, as two operators: numbers, gradients, lengths."""
 
-from typing import Any
-
 import pytest
 import torch
 from cases import linear_options, with_gradients
+from operated import compiled, exported_operations, with_learned_table
 from test_triton_linear import by_definition, drawn, near
 
 from isopos import linear_attention
-from isopos.feature_maps import elu1
 from isopos.ops import gpu
 from isopos.ops.linear import Clamped, graph, triton, triton_plan
 from isopos.ops.linear.operators import described, problem
@@ -33,11 +31,6 @@ def passes(monkeypatch):
     torch.compiler.reset()
     yield found
     torch.compiler.reset()
-
-
-def compiled(backend: Any = "aot_eager", attend: Any = linear_attention) -> Any:
-    """Attention as one graph."""
-    return torch.compile(attend, fullgraph=True, backend=backend)
 
 
 CASES = {  # and a backend
@@ -73,18 +66,8 @@ def test_bfloat16_has_the_numbers_of_eager_mode():
 def test_tensors_that_learn_or_are_shared_have_gradients():
     """One tensor is queries and keys, and one table serves both, and every sample."""
     x, v, grad = drawn((2, 1, T, D), (2, 1, T, D), (2, 1, T, D))
-    isometry = linear_options("rope", 2, 1, T, D)["isometry"]
-    table = next(iter(isometry.tensors()))
-
-    def attend(x, v, table):
-        return linear_attention(x, x, v, isometry=isometry.replace([table]), feature_map=elu1, causal=True)
-
-    results = []
-    for run, dtype in ((compiled(attend=attend), torch.float32), (attend, torch.float64)):
-        leaves = [a.to(dtype, copy=True).requires_grad_() for a in (x, v, table)]
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
-    near(*results)
+    found = with_learned_table(lambda attend: compiled(attend=attend), torch.float32, (x, x, v), grad, True)
+    near(found, with_learned_table(lambda attend: attend, torch.float64, (x, x, v), grad, True))
 
 
 def test_lengths_compile_twice_at_most(passes):
@@ -132,10 +115,4 @@ def test_shapes_are_known_ahead(monkeypatch, name, t, learns):
 
 def test_exports_have_operations_of_pytorch_alone(monkeypatch):
     monkeypatch.undo()
-
-    class Attend(torch.nn.Module):
-        def forward(self, q, k, v):
-            return linear_attention(q, k, v, causal=True)
-
-    program = torch.export.export(Attend(), tuple(drawn(*[(1, 1, T, D)] * 3)))
-    assert not any("kernel_forward" in str(node.target) for node in program.graph.nodes)
+    assert not any("kernel_forward" in name for name in exported_operations(drawn(*[(1, 1, T, D)] * 3)))
