@@ -149,16 +149,16 @@ def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monke
 
 @pytest.mark.slow
 def test_softmax_only_schemes_and_wide_ones_next_to_linear_ones(isopos, tmp_path):
-    schemes = "none,permuteformer:width=4,horn-clipped,spe-sine,t5"
+    schemes = "none,permuteformer:width=4,horn-clipped,spe-sine,t5,shaw,xpos,deberta,transformer-xl,horn-constrained"
     code, out, _ = isopos("compare", "--schemes", schemes, "--name", "one", *TINY)
     assert code == 0
     page = _check_page(tmp_path / "runs" / "one" / "report.html")[0]
-    assert sum(i.startswith("kernel-") for i in page.ids) == 5
+    assert sum(i.startswith("kernel-") for i in page.ids) == 10
     assert "attention" in out
     assert "here in attention, decay, denominator, features, parameters, do not compare" in out
     speed = json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["speed"]
     assert speed["none"] == 1
-    assert len(speed) == 5
+    assert len(speed) == 10
 
 
 def test_speeds_are_relative_to_no_positions_with_the_same_attention(monkeypatch):

@@ -13,7 +13,7 @@ from isopos.scheme import Scheme
 
 COMMITTED = Path(isopos.__file__).parent.parent / "docs" / "exactness.md"
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # four to ten times what was measured
-SMALL = ("rope", "xpos", "permuteformer", "t5", "shaw", "ape-tree", "horn-clipped")
+SMALL = ("sinusoidal", "rope", "xpos", "permuteformer", "t5", "shaw", "ape-tree", "horn-clipped", "spe-sine")
 EAGER = [setting for setting in exactness.SETTINGS if setting != "graph"]
 
 
