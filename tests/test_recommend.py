@@ -28,13 +28,22 @@ def test_an_answer_names_the_rows_that_are_nowhere_behind():
     assert "in 2 of 2 comparisons: Level (`permuteformer`)." in answer
     other = replace(BEHIND, behind=0.0, half=None)
     answer = Question("toy", "?", [comparison(BEST, BEHIND), comparison(other, worse)]).answer
-    assert answer.startswith("Each is behind somewhere. Of the 2 other figures 2 are")
+    assert "in 2 of 2 comparisons: none that is not behind in another. Of the 2 other figures 2 are" in answer
+
+
+def test_comparisons_of_other_rows_have_answers_of_their_own():
+    other = [replace(row, name=f"Other {row.name}", scheme=f"{row.scheme}:decay=retnet") for row in (BEST, LEVEL, BEHIND)]
+    tables = [comparison(BEST, LEVEL, BEHIND), comparison(BEST, BEHIND), comparison(*other), comparison(LEVEL, other[2])]
+    answer = Question("toy", "?", tables).answer
+    assert (
+        "in 2 of 4 comparisons: Best (`rope`); in 1 more: Level (`permuteformer`); in 1 more: Other Best (`rope:" in answer
+    )
 
 
 def test_three_data_sets_are_not_few_and_four_rows_are_listed():
     level = [replace(LEVEL, name=f"Level {n}", scheme=f"rope:base={n}") for n in range(5)]
     answer = Question("toy", "?", [comparison(BEST, *level, data=data) for data in "abc"]).answer
-    assert "(`rope:base=2`), and 2 more. Of the 15 other figures 0 are" in answer
+    assert "(`rope:base=2`) and 2 more. Of the 15 other figures 0 are" in answer
     assert "Seen" not in answer
 
 

@@ -59,6 +59,11 @@ class Comparison:
         return BEHIND if row.behind > row.half else LEVEL
 
     @property
+    def schemes(self) -> set[str]:
+        """The schemes of its rows."""
+        return {row.scheme for row in self.rows}
+
+    @property
     def has_intervals(self) -> bool:
         """Whether differences have intervals: at least three seeds."""
         return any(row.half is not None for row in self.rows)
@@ -74,30 +79,44 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """The rows that are behind in none of the most comparisons, and how far this is known."""
+        """The rows that are behind in no comparison, and how far this is known."""
         decided = [each for each in self.comparisons if each.has_intervals]
         if not decided:
             first = "; ".join(f"{each.rows[0].name} ({each.table}, {each.column})" for each in self.comparisons)
             return f"Not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {first}."
-        verdicts: dict[str, list[str]] = {}
-        names = {row.scheme: row.name for each in reversed(decided) for row in each.rows}
-        for each in decided:
-            for row in each.rows:
-                verdicts.setdefault(row.scheme, []).append(each.verdict(row))
-        level = [scheme for scheme, found in verdicts.items() if BEHIND not in found]
-        level.sort(key=lambda scheme: (-len(verdicts[scheme]), -verdicts[scheme].count(BEST)))
-        most = [scheme for scheme in level if len(verdicts[scheme]) == len(verdicts[level[0]])]
-        count = f"{len(verdicts[most[0]])} of {len(decided)} comparison{'s' * (len(decided) > 1)}" if most else ""
-        listed = ", ".join(f"{names[scheme]} (`{scheme}`)" for scheme in most[:LISTED])
-        more = f", and {len(most) - LISTED} more" if len(most) > LISTED else ""
-        text = (
-            f"Best, or not shown to be behind the best, in {count}: {listed}{more}." if most else "Each is behind somewhere."
-        )
+        parts, left = [], decided
+        while left and (found := _most_level(decided, left)):
+            rows, rest = found
+            listed = ", ".join(f"{row.name} (`{row.scheme}`)" for row in rows[:LISTED])
+            more = f" and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
+            parts.append((len(left) - len(rest), listed + more))
+            left = rest
+        parts += [(len(left), "none that is not behind in another")] if left else []
+        (count, first), *others = parts
+        compared = f"{count} of {len(decided)} comparison{'s' * (len(decided) > 1)}"
+        listed = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in others)))
+        text = f"Best, or not shown to be behind the best, {listed}."
         others = sum(len(each.rows) - 1 for each in decided)
         behind = sum(each.verdict(row) == BEHIND for each in decided for row in each.rows)
         sets = len({each.data for each in decided})
         text = f"{text} Of the {others} other figures {behind} are shown to be behind."
         return text if sets >= FEW_DATA else f"{text} Seen on {sets} data set{'s' * (sets > 1)}: not known for others."
+
+
+def _most_level(decided: Sequence[Comparison], left: Sequence[Comparison]) -> tuple[list[Row], list[Comparison]] | None:
+    """The rows that are behind in none and are in the most of the comparisons left, and the comparisons without them.
+
+    None if each row of these is behind in some comparison.
+    """
+    behind = {row.scheme for each in decided for row in each.rows if each.verdict(row) == BEHIND}
+    rows = {row.scheme: row for each in reversed(left) for row in each.rows if row.scheme not in behind}
+    found = {scheme: [each for each in left if scheme in each.schemes] for scheme in rows}
+    if not found:
+        return None
+    most = max(found, key=lambda scheme: (len(found[scheme]), sum(each.rows[0].scheme == scheme for each in left)))
+    level = [scheme for scheme in found if found[scheme] == found[most]]
+    level.sort(key=lambda scheme: -sum(each.rows[0].scheme == scheme for each in left))
+    return [rows[scheme] for scheme in level], [each for each in left if each not in found[most]]
 
 
 def cells(comparison: Comparison) -> list[tuple[str, ...]]:
