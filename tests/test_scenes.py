@@ -51,6 +51,42 @@ def test_poses_are_cameras_in_a_random_frame(monkeypatch):
     assert ((scenes.FOCAL[0] <= focal) & (focal <= scenes.FOCAL[1])).all()
 
 
+def test_rays_are_lines_from_cameras_in_the_frame_of_the_first():
+    """The points of a line o + s d are those with p x d = o x d."""
+    _, poses, focal = scenes.draw_scenes(np.random.default_rng(2), 3, 2, 4, 2, 6)
+    rays = scenes.rays(poses, focal, 4)
+    assert rays.shape == (3, 2, 4, 4, 6)
+    np.testing.assert_allclose(np.linalg.norm(rays[..., :3], axis=-1), 1)
+    for n, view, y, x in np.ndindex(rays.shape[:-1]):
+        seen = np.array([((x + 0.5) / 4 - 0.5) / focal[n, view], ((y + 0.5) / 4 - 0.5) / focal[n, view], 1, 1 / 3])
+        point = np.linalg.inv(poses[n, 0]) @ poses[n, view] @ (3 * seen)  # three times as far as the image, then a 1
+        direction, moment = rays[n, view, y, x, :3], rays[n, view, y, x, 3:]
+        np.testing.assert_allclose(np.cross(point[:3], direction), moment, atol=1e-12)
+        assert point[:3] @ direction > 0
+    frame = np.linalg.qr(np.random.default_rng(3).normal(size=(4, 4)))[0]
+    np.testing.assert_allclose(scenes.rays(frame @ poses, focal, 4), rays, atol=1e-12)
+
+
+def test_with_rays_tokens_are_colours_and_lines():
+    recipe, data = ready("rope:attention=softmax", rays=True)
+    without, plain = ready("rope:attention=softmax")
+    tokens, positions, answers = data.batch(recipe, 3)
+    known, same, others = plain.batch(without, 3)
+    assert torch.equal(positions, same)
+    assert torch.equal(answers, others)
+    assert tokens.shape == (8, 27, 12)
+    assert tokens[:, -9:, :6].isnan().all()
+    assert torch.equal(tokens[:, :-9, :6].argmax(-1), known[:, :-9])
+    assert (tokens[:, :9, 9:].abs() < 1e-15).all(), "rays of the first camera start at the origin"
+    model = recipe.task.model(recipe)
+    logits, found = data.logits(model, tokens, positions, answers)
+    assert logits.shape == (72, 6)
+    assert torch.equal(found, answers.flatten())
+    turned = tokens.clone()
+    turned[:, -9:, 6:] = tokens[:, -9:, 6:].roll(1, 0)
+    assert (data.logits(model, turned, positions, answers)[0] - logits).abs().max() > 1e-3, "other rays change predictions"
+
+
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_predictions_do_not_depend_on_the_frame_of_the_world(kind):
     recipe, data = ready(f"prope:attention={kind}")

@@ -65,6 +65,31 @@ def draw_scenes(
     return pixels, poses, focal
 
 
+def rays(poses: np.ndarray, focal: np.ndarray, side: int) -> np.ndarray:
+    """Rays through the centres of pixels in Plücker coordinates: unit direction d, then moment o x d of the camera's centre.
+
+    Args:
+        poses: Camera-to-world matrices ``[n views 4 4]``.
+        focal: Focal lengths in widths of an image ``[n views]``.
+        side: Height and width of an image in pixels.
+
+    Returns:
+        Rays ``[n views side side 6]`` float64 in the frame of the first camera, which no frame of the world changes.
+    """
+    poses = np.linalg.inv(poses[:, :1]) @ poses
+    direction = _directions(poses[..., :3, :3], focal, side)
+    direction /= np.linalg.norm(direction, axis=-1, keepdims=True)
+    return np.concatenate((direction, np.cross(poses[:, :, None, None, :3, 3], direction)), -1)
+
+
+def _directions(rotation: np.ndarray, focal: np.ndarray, side: int) -> np.ndarray:
+    """Directions from cameras to the centres of pixels ``[n views side side 3]``, of length 1 along the view."""
+    y, x = np.meshgrid(*[(np.arange(side) + 0.5) / side - 0.5] * 2, indexing="ij")
+    inverse = 1 / focal[..., None, None]
+    seen = np.stack(np.broadcast_arrays(x * inverse, y * inverse, 1.0), -1)
+    return np.einsum("nvij,nvyxj->nvyxi", rotation, seen)
+
+
 def _rotation(angle: np.ndarray, axis: int) -> np.ndarray:
     """Rotations ``[... 3 3]`` by angles ``[...]`` around an axis of coordinates."""
     first, second = (axis + 1) % 3, (axis + 2) % 3
@@ -77,10 +102,7 @@ def _rotation(angle: np.ndarray, axis: int) -> np.ndarray:
 
 def _seen(walls: np.ndarray, rotation: np.ndarray, centre: np.ndarray, focal: np.ndarray, side: int) -> np.ndarray:
     """Colours of pixels ``[n views side side]``: of the tile where the ray through a pixel's centre leaves the room."""
-    y, x = np.meshgrid(*[(np.arange(side) + 0.5) / side - 0.5] * 2, indexing="ij")
-    inverse = 1 / focal[..., None, None]
-    rays = np.stack(np.broadcast_arrays(x * inverse, y * inverse, 1.0), -1)
-    rays = np.einsum("nvij,nvyxj->nvyxi", rotation, rays)
+    rays = _directions(rotation, focal, side)
     far = (np.sign(rays) - centre[:, :, None, None]) / rays  # along the ray to the wall of each axis
     axis = far.argmin(-1)
     hit = centre[:, :, None, None] + rays * far.min(-1, keepdims=True)

@@ -33,6 +33,7 @@ class Scenes(PositionedTask):
     tiles: int = 2  # Tiles along an edge of a wall.
     colours: int = 6  # Number of colours.
     intrinsics: bool = True  # Whether cameras have focal lengths; otherwise poses alone.
+    rays: bool = False  # Whether tokens also have the ray of their pixel, so that all schemes see cameras.
     scenes: int = 20000  # Number of rooms for training.
     held_out: int = 500  # Number of rooms for validation, and for the test.
 
@@ -79,8 +80,8 @@ class Scenes(PositionedTask):
         return scheme
 
     def model(self, recipe: Recipe) -> Any:
-        """An encoder; the unknown colour is one more token after the colours."""
-        return self.build(recipe, "Encoder", self.colours + 1)
+        """An encoder; the unknown colour is one more token after the colours. With rays, rows of numbers are the tokens."""
+        return self.build(recipe, *(("Forecaster", self.colours + 6) if self.rays else ("Encoder", self.colours + 1)))
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "SceneSamples":
         counts = (self.scenes, self.held_out, self.held_out)
@@ -97,7 +98,10 @@ class SceneSamples(Labelled):
         self.summary = f"{' + '.join(map(str, counts.values()))} rooms of {task.context + 1} views"
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
-        """Tokens ``[b t]``, positions ``[t c]`` or, of cameras, ``[b t 18]``, and the colours of the last view ``[b n]``."""
+        """Tokens, positions ``[t c]`` or, of cameras, ``[b t 18]``, and the colours of the last view ``[b n]``.
+
+        Tokens are colours ``[b t]``, or with rays rows of numbers ``[b t colours+6]``.
+        """
         import torch
 
         from isopos.lab.tasks.build import group_of
@@ -106,7 +110,17 @@ class SceneSamples(Labelled):
         tokens, answers = pixels.clone(), pixels[:, -1]
         tokens[:, -1] = self.task.colours
         poses, focal = (torch.from_numpy(np.array(self.arrays[f"{split}-{name}"][rows])) for name in ("poses", "focal"))
-        return tokens.flatten(1), _positions(group_of(recipe), self.task, poses, focal), answers
+        tokens = self._with_rays(tokens, poses, focal) if self.task.rays else tokens.flatten(1)
+        return tokens, _positions(group_of(recipe), self.task, poses, focal), answers
+
+    def _with_rays(self, tokens: "Tensor", poses: "Tensor", focal: "Tensor") -> "Tensor":
+        """Rows ``[b t colours+6]`` of which the colours are 0, 1 or, if unknown, NaN, and the rest is the pixel's ray."""
+        import torch
+
+        colours = torch.nn.functional.one_hot(tokens.flatten(1), self.task.colours + 1).float()
+        colours = colours.masked_fill(colours[..., -1:] == 1, torch.nan)[..., :-1]
+        rays = torch.from_numpy(scenes.rays(poses.numpy(), focal.numpy(), self.task.side)).float()
+        return torch.cat((colours, rays.flatten(1, 3)), -1)
 
     def labels(self, split: str) -> np.ndarray:
         return self.arrays[f"{split}-pixels"][:, -1]
