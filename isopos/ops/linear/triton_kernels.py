@@ -65,7 +65,9 @@ def states(
     for i in range(shape.chunks if read else 0):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        y, plain = tiles.features(inputs, inputs.table, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
+        y, plain = tiles.features(
+            inputs, inputs.table, place, token, ok, (), block * X, shape.width, C, X, PHI, KIND, PRECISION
+        )
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
         _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
@@ -180,6 +182,7 @@ def _of_sources(
     place,
     token,
     ok,
+    scales,
     first,
     shape,
     C: tl.constexpr,
@@ -187,11 +190,10 @@ def _of_sources(
     PHI: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
-    scales,
 ):
     """Features of sources, which may share the table of targets; see `triton_tiles.features`."""
     table = targets.table if sources.table is None else sources.table
-    return tiles.features(sources, table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION, scales)
+    return tiles.features(sources, table, place, token, ok, scales, first, shape.width, C, X, PHI, KIND, PRECISION)
 
 
 @jit
@@ -265,7 +267,7 @@ def outputs(
                 chunk = tiles.chunk_of(i, shape, REVERSE)
                 token, ok = tiles.tokens_of(shape, chunk, C)
                 q, rows = tiles.features(
-                    targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION
+                    targets, targets.table, place, token, ok, (), first, shape.width, C, X, PHI, KIND, PRECISION
                 )
                 rows = rows if DENOMINATOR == "plain" else q
                 denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
@@ -286,6 +288,7 @@ def outputs(
                         place,
                         token,
                         ok,
+                        scales,
                         first,
                         shape,
                         C,
@@ -293,7 +296,6 @@ def outputs(
                         PHI_OF_SOURCES,
                         KIND_OF_SOURCES,
                         PRECISION,
-                        scales,
                     )
                     summed = summed if DENOMINATOR == "plain" else k
                     tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
@@ -539,6 +541,7 @@ def gradients(
                         place,
                         token,
                         ok,
+                        scales,
                         first,
                         shape,
                         CHUNK,
@@ -546,7 +549,6 @@ def gradients(
                         PHI_OF_SOURCES,
                         KIND_OF_SOURCES,
                         PRECISION,
-                        scales,
                     )
                     far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
                     inside, falls = tiles.load_weights(
@@ -555,7 +557,7 @@ def gradients(
                     fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
                 if grads.v is not None:
                     x, _ = tiles.features(
-                        targets, targets.table, place, token, ok, first, shape.width, CHUNK, X, PHI, KIND, PRECISION
+                        targets, targets.table, place, token, ok, (), first, shape.width, CHUNK, X, PHI, KIND, PRECISION
                     )
                     dv = tiles.dot(x, state, PRECISION)
                     if sources.x is not None:

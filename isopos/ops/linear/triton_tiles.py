@@ -191,6 +191,7 @@ def features(
     place,
     token,
     ok,
+    scales,
     first,
     width,
     C: tl.constexpr,
@@ -198,7 +199,6 @@ def features(
     PHI: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
-    scales=(),
 ):
     """Features ``[C D]``, rounded for `dot`, and unrotated features ``[C X]`` in the order of x, rounded if the same.
 
