@@ -65,12 +65,18 @@ def states(
     for i in range(shape.chunks if read else 0):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
+        scales = ()
+        if inputs.g is not None:
+            scale, across = tiles.scales_of_sources(borders, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+            scales = (scale,)
+            state, feature_sum = state * across, feature_sum * across
         y, plain = tiles.features(
-            inputs, inputs.table, place, token, ok, (), block * X, shape.width, C, X, PHI, KIND, PRECISION
+            inputs, inputs.table, place, token, ok, scales, block * X, shape.width, C, X, PHI, KIND, PRECISION
         )
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-        _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+        of_segments = borders if inputs.g is None else None
+        _, falls = tiles.load_weights(of_segments, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
         feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
         state = tiles.advanced(state, y, tile, falls, True, PRECISION)
     row = block * D + tl.arange(0, D)
