@@ -38,9 +38,8 @@ def compilers() -> ProcessPoolExecutor:
 
 
 def _compile() -> None:
-    """Turn Triton's interpreter off, before Triton is imported."""
-    assert "triton" not in sys.modules
-    os.environ.pop("TRITON_INTERPRET", None)
+    """Turn Triton's interpreter off, before Triton is imported. A process first imports the script that started it."""
+    assert os.environ.pop("TRITON_INTERPRET", "0") != "1" or "triton" not in sys.modules
 
 
 def compiled(

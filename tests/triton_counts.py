@@ -20,6 +20,8 @@ from triton_aot import Resources, compilers, disassembled
 from isopos.feature_maps import elu1, identity, relu
 from isopos.ops.linear.triton_arguments import Sizes
 
+JUMP = r"\bBRA\b.*?(0x[0-9a-f]+)"
+WGMMA = re.compile("HGMMA|UTC.*MMA")
 PROBLEMS = {  # kinds of maps, decay (or segments alone), denominator, feature map
     "none": ((), False, "encoded", elu1),
     "rope": (("rotation",), False, "plain", elu1),
@@ -48,17 +50,20 @@ class Counted(NamedTuple):
     loop: Counter[str]
 
 
-def loop_of(text: str) -> Counter[str]:
-    """Instructions by name in the largest loop of disassembled code, or in all of it, by the shortest way through it."""
+def loops_of(text: str) -> list[list[tuple[int, str]]]:
+    """Instructions with addresses of each loop of disassembled code that is in no other loop, or of all code without any."""
     code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?)\s*;", text)]
-    jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said))]
-    last, first = max(
-        ((at, to) for at, to in jumps if to < at), key=lambda loop: loop[0] - loop[1], default=(code[-1][0], 0)
-    )
-    inside = [(at, said) for at, said in code if first <= at <= last]
+    jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(JUMP, said))]
+    back = [(to, at) for at, to in jumps if to < at] or [(0, code[-1][0])]
+    outer = [(a, b) for a, b in back if not any((c, d) != (a, b) and c <= a and b <= d for c, d in back)]
+    return [[(at, said) for at, said in code if first <= at <= last] for first, last in dict.fromkeys(outer)]
+
+
+def shortest(inside: list[tuple[int, str]]) -> Counter[str]:
+    """Instructions of a loop by name, by the shortest way through it."""
     places, best = {at: n for n, (at, _) in enumerate(inside)}, [(0, -1)] * (len(inside) + 1)  # length, next instruction
     for n, (_, said) in reversed([*enumerate(inside)]):
-        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said)
+        to = re.search(JUMP, said)
         target = places.get(int(to[1], 16), -1) if to else -1
         ways = [] if re.fullmatch(r"BRA (`\S+ )?0x\w+", said) and target > n else [n + 1]
         ways += [target] if target > n else []
@@ -69,6 +74,17 @@ def loop_of(text: str) -> Counter[str]:
         names[re.sub(r"^@!?U?P\w+ ", "", said).split()[0]] += said != "NOP"
         n = best[n][1]
     return +names
+
+
+def loop_of(text: str) -> Counter[str]:
+    """Instructions by name in the largest loop of disassembled code, or in all of it, by the shortest way through it.
+
+    Of two large loops, for decays that are scaled into features and for others, that with more wgmma, or fewer exponentials.
+    """
+    loops = loops_of(text)
+    most = max(map(len, loops))
+    large = [shortest(loop) for loop in loops if 3 * len(loop) > most]
+    return min(large, key=lambda loop: (-sum(n for name, n in loop.items() if WGMMA.match(name)), loop["MUFU.EX2"]))
 
 
 def counted(name: str, d: int, arch: int) -> list[Counted]:

@@ -234,7 +234,6 @@ class Call:
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:
         """Launch a kernel for all heads and segments of queries or keys."""
         numbers, sizes = self.numbers[n], self.sizes._replace(blocks=blocks, part=part)
-        numbers = numbers._replace(chunks=numbers.chunks * (self.config.chunk // constants["C"]))
         launch(kernel, (self.leading.numel() * blocks, numbers.segments), *given, sizes, *numbers, **constants)
 
     def prefixes(
@@ -289,7 +288,6 @@ class Call:
     ) -> None:
         """Write gradients of targets n. `pair`: values of queries and keys. The first part includes denominators."""
         constants = self.of_both(n, self.config.features, self.config.far_values) | way.constants
-        constants["C"] = self.config.chunk_of_gradients
         for part in range(self.e // self.config.far_values):
             given = *self.pair(n, None if part else neg_grad), pair[n], pair[1 - n], self.borders, prefixes, sink.grads(way)
             constants |= {"DENOMINATOR": "none" if part else self.denominator, "ADD": way.strict or part > 0}

@@ -10,7 +10,6 @@ class Config(NamedTuple):
 
     Attributes:
         chunk: Tokens per chunk.
-        chunk_of_gradients: Tokens per chunk of `gradients`, which need the most registers.
         features: Features per program of `gradients`.
         values: Values per program of `outputs` and `states`.
         far_features: Features per launch of `outputs`, and per program of `states`.
@@ -21,7 +20,6 @@ class Config(NamedTuple):
     """
 
     chunk: int
-    chunk_of_gradients: int
     features: int
     values: int
     far_features: int
@@ -44,7 +42,7 @@ def config(
     """The tiles that fit into registers and shared memory of sm_80 and later.
 
     Products before sm_90 and TF32 products hold all operands in registers; more than 64 TF32 features are split over several
-    launches. Weights of decays take registers, so that gradients have smaller chunks. Four warps multiply 64 rows; two
+    launches. Four warps multiply 64 rows; two
     programs of four warps share a multiprocessor, so that one computes while the other waits.
 
     Args:
@@ -67,7 +65,6 @@ def config(
     else:
         chunk, most, side, far, stages = 16, 1 << 11, 32, 64, 1
         warps = 8 if whole and features > far else 4
-    chunk_of_gradients = chunk if not decays or (light and widest <= 64) else min(chunk, 32)
     far_features, far_values = features if whole else min(far, features), min(far, 128, values)
     block = features
     if whole:
@@ -77,4 +74,4 @@ def config(
         block = min(side_of_features, max(TILE, min(features, most // far_values)))
     state = 2 * most if chunk == 64 and warps == 8 else most  # numbers that 8 warps hold together with a chunk
     parts = min(side, max(TILE, min(values, state // far_features)))
-    return Config(chunk, chunk_of_gradients, block, parts, far_features, far_values, warps, stages, together)
+    return Config(chunk, block, parts, far_features, far_values, warps, stages, together)

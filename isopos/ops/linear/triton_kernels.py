@@ -8,6 +8,10 @@ are queries in the first two, keys in the last. A scan visits tokens in order, o
 `states` sums up each segment alone, and `scan` adds these sums up. For sums over all keys without a decay there is one
 state, the sum over all segments, and sources are None.
 
+Where the log decay falls by less than `triton_tiles.STEEP` in each chunk of a segment, features of sources are multiplied by
+their weights in the state after the chunk, and sums by what targets see of it (SCALED), so that a chunk has the work of no
+decay. In other segments weights inside a chunk are exponentials of differences.
+
 Matrix products of bfloat16 inputs round features, weights and states to bfloat16; other products are "tf32x3" or "tf32", as
 set by the host. Sums are float32. Decays are float64 until differences are taken.
 """
@@ -61,10 +65,18 @@ def states(
     for i in range(shape.chunks if read else 0):
         chunk = tiles.chunk_of(i, shape, REVERSE)
         token, ok = tiles.tokens_of(shape, chunk, C)
-        y, plain = tiles.features(inputs, inputs.table, place, token, ok, block * X, shape.width, C, X, PHI, KIND, PRECISION)
+        scales = ()
+        if inputs.g is not None:
+            scale, across = tiles.scales_of_sources(borders, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+            scales = (scale,)
+            state, feature_sum = state * across, feature_sum * across
+        y, plain = tiles.features(
+            inputs, inputs.table, place, token, ok, scales, block * X, shape.width, C, X, PHI, KIND, PRECISION
+        )
         summed = tiles.weighed(plain if DENOMINATOR == "plain" else y, inputs, place, token, ok)
         tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-        _, falls = tiles.load_weights(borders, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
+        of_segments = borders if inputs.g is None else None
+        _, falls = tiles.load_weights(of_segments, inputs, inputs, place, chunk, token, shape, C, REVERSE, STRICT)
         feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
         state = tiles.advanced(state, y, tile, falls, True, PRECISION)
     row = block * D + tl.arange(0, D)
@@ -176,6 +188,7 @@ def _of_sources(
     place,
     token,
     ok,
+    scales,
     first,
     shape,
     C: tl.constexpr,
@@ -186,7 +199,7 @@ def _of_sources(
 ):
     """Features of sources, which may share the table of targets; see `triton_tiles.features`."""
     table = targets.table if sources.table is None else sources.table
-    return tiles.features(sources, table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
+    return tiles.features(sources, table, place, token, ok, scales, first, shape.width, C, X, PHI, KIND, PRECISION)
 
 
 @jit
@@ -247,34 +260,81 @@ def outputs(
     ADD adds to existing sums and to `earlier` denominators. DIVIDE writes quotients.
     """
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
-    place, first, column = tiles.place_of(shape), shape.part * X, tiles.block_of(shape) * E + tl.arange(0, E)
-    state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
-    HALVES: tl.constexpr = DENOMINATOR == "encoded"
-    for i in range(shape.chunks):
-        chunk = tiles.chunk_of(i, shape, REVERSE)
-        token, ok = tiles.tokens_of(shape, chunk, C)
-        q, rows = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
-        rows = rows if DENOMINATOR == "plain" else q
-        denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
-        if sources.x is None:
-            total = tiles.dot_halves(q, state, HALVES, PRECISION)
-        else:
-            rows = tiles.rounded(rows, PRECISION)
-            k, summed = _of_sources(
-                targets, sources, place, token, ok, first, shape, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
-            )
-            summed = summed if DENOMINATOR == "plain" else k
-            tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
-            inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
-            feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
-            scores, near = _near(q, k, rows, summed, inside, falls, DENOMINATOR, PRECISION)
-            total = tiles.dot_halves(q, state, HALVES, PRECISION)
-            denominator = tiles.fallen(denominator, falls)
-            total, denominator = _with_chunk(total, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
-            state = tiles.advanced(state, k, tile, falls, False, PRECISION)
-        _finish(
-            out, low, earlier, denominators, total, denominator, place, token, ok, column, shape, DENOMINATOR, DIVIDE, ADD
-        )
+    scalable = targets.g is not None
+    if targets.g is not None:
+        scalable = tiles.scalable(borders, targets, shape, C, REVERSE, STRICT)
+    for SCALED in tl.static_range(1 if targets.g is None else 2):
+        if scalable == SCALED:
+            exact = None if SCALED else borders
+            place, first, column = tiles.place_of(shape), shape.part * X, tiles.block_of(shape) * E + tl.arange(0, E)
+            state, feature_sum = _before(prefixes, shape, shape.part, column, X, D, E, DENOMINATOR)
+            HALVES: tl.constexpr = DENOMINATOR == "encoded"
+            for i in range(shape.chunks):
+                chunk = tiles.chunk_of(i, shape, REVERSE)
+                token, ok = tiles.tokens_of(shape, chunk, C)
+                q, rows = tiles.features(
+                    targets, targets.table, place, token, ok, (), first, shape.width, C, X, PHI, KIND, PRECISION
+                )
+                rows = rows if DENOMINATOR == "plain" else q
+                denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
+                if sources.x is None:
+                    total = tiles.dot_halves(q, state, HALVES, PRECISION)
+                else:
+                    rows = tiles.rounded(rows, PRECISION)
+                    scales = ()
+                    if SCALED:
+                        scale, across = tiles.scales_of_sources(
+                            borders, sources, place, chunk, token, shape, C, REVERSE, STRICT
+                        )
+                        scales = (scale,)
+                        state, feature_sum, denominator = state * across, feature_sum * across, denominator * across
+                    k, summed = _of_sources(
+                        targets,
+                        sources,
+                        place,
+                        token,
+                        ok,
+                        scales,
+                        first,
+                        shape,
+                        C,
+                        X,
+                        PHI_OF_SOURCES,
+                        KIND_OF_SOURCES,
+                        PRECISION,
+                    )
+                    summed = summed if DENOMINATOR == "plain" else k
+                    tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
+                    inside, falls = tiles.load_weights(
+                        exact, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT
+                    )
+                    feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
+                    scores, near = _near(q, k, rows, summed, inside, falls, DENOMINATOR, PRECISION)
+                    total = tiles.dot_halves(q, state, HALVES, PRECISION)
+                    denominator = tiles.fallen(denominator, falls)
+                    total, denominator = _with_chunk(total, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
+                    state = tiles.advanced(state, k, tile, falls, False, PRECISION)
+                    if SCALED:
+                        total = tiles.scaled_back(total, borders, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+                        denominator = tiles.scaled_back(
+                            denominator, borders, targets, place, chunk, token, shape, C, REVERSE, STRICT
+                        )
+                _finish(
+                    out,
+                    low,
+                    earlier,
+                    denominators,
+                    total,
+                    denominator,
+                    place,
+                    token,
+                    ok,
+                    column,
+                    shape,
+                    DENOMINATOR,
+                    DIVIDE,
+                    ADD,
+                )
 
 
 @kernel
@@ -385,19 +445,18 @@ def _vjp(
     if inputs.normal is not None:
         normal = tiles.load_normal(inputs, place, at, both, width)
         y, product = tiles.reflected(y, normal)
-    back, mapped = dy, y
+    back = dy
     if KIND == "rotation" or KIND == "lift":
         cos, sin = tiles.load_angles(inputs.table, place, token, ok, first, width, C, X, KIND)
-        mapped = tiles.rotated(y, cos, sin, C, X, KIND)
         back, of_table = tiles.rotated_vjp(y, dy, cos, sin, C, X, KIND)
         if grads.table is not None:
             step: tl.constexpr = 2 if KIND == "lift" else 1
             pairs = step * first + tl.arange(0, step * X)
             _write(grads.table, place, token, ok, pairs[None, :], (pairs < step * width)[None, :], of_table, ADD)
-    of_decay = tl.sum(mapped * dy, 1)
     if inputs.normal is not None:
         back, of_product = tiles.reflected(back, normal)
         of_normal -= 2 * tl.sum(tl.where(both, product * (back + 2 * of_product * normal) + of_product * plain, 0), 0)
+    of_decay = tl.zeros((C,), tl.float32)
     if DENOMINATOR == "plain":
         if KIND == "gather":  # unrotated features are in another order, that of other programs
             unrotated, unrotated_x, _, unrotated_both = tiles.load_plain(
@@ -407,8 +466,8 @@ def _vjp(
             value = tl.where(unrotated_both, down * tiles.derivative(unrotated_x, unrotated, PHI), 0)
             _write(grads.plain, place, token, ok, column[None, :], inside, value, ADD)
         else:
-            of_decay += tl.sum(plain * down, 1)
             back += down
+    of_decay += tl.sum(plain * back, 1)  # <R y, dy> = <y, R^T dy>
     value = tl.where(both, back * tiles.derivative(x, plain, PHI), 0)
     _write(grads.x, place, token, ok, at, inside, value, ADD)
     if grads.decay is not None:
@@ -457,36 +516,75 @@ def gradients(
     Scores are products of values of keys with gradients of outputs. With `grads.v`, keys also sum up gradients of their
     values; then features are a single block.
     """
-    shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
-    place, first, column = tiles.place_of(shape), tiles.block_of(shape) * X, shape.part * E + tl.arange(0, E)
-    state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
-    of_normal = tl.zeros((X,), tl.float32)
-    for i in range(shape.chunks):
-        chunk = tiles.chunk_of(i, shape, REVERSE)
-        token, ok = tiles.tokens_of(shape, chunk, C)
-        down, falls = tl.broadcast_to(summed[None, :], (C, summed.shape[0])), ()
-        if sources.x is not None:
-            y, plain = _of_sources(
-                targets, sources, place, token, ok, first, shape, C, X, PHI_OF_SOURCES, KIND_OF_SOURCES, PRECISION
-            )
-            far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
-            inside, falls = tiles.load_weights(borders, sources, targets, place, chunk, token, shape, C, REVERSE, STRICT)
-            fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
-        if grads.v is not None:
-            x, _ = tiles.features(targets, targets.table, place, token, ok, first, shape.width, C, X, PHI, KIND, PRECISION)
-            dv = tiles.dot(x, state, PRECISION)
-            if sources.x is not None:
-                dv = _with_chunk(dv, _weights(x, y, inside, falls, PRECISION), far, falls, PRECISION)
-            dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
-        near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-        dy = tiles.dot_halves(near, tl.trans(state), DENOMINATOR == "encoded" and targets.neg_grad is not None, PRECISION)
-        if sources.x is not None:
-            scores = _scores(targets, sources, near, far, inside, falls, place, token, ok, DENOMINATOR, PRECISION)
-            dy = _with_chunk(dy, scores, y, falls, PRECISION)
-            state = tiles.advanced(state, y, far, falls, False, PRECISION)
-            down = _down(down, inside, fed, falls, DENOMINATOR, PRECISION)
-        dy = _without(dy, down, targets, place, token, ok, falls, DENOMINATOR)
-        of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, C, X, PHI, KIND, DENOMINATOR, ADD)
-        if grads.v is not None:
-            _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
-    _write_normal(grads, of_normal, shape, X)
+    states = 1 if sources.x is None else segments
+    whole = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, states)
+    scalable = targets.g is not None
+    if targets.g is not None:
+        scalable = tiles.scalable(borders, targets, whole, C, REVERSE, STRICT)
+    for SCALED in tl.static_range(1 if targets.g is None else 2):
+        if scalable == SCALED:
+            exact = None if SCALED else borders
+            CHUNK: tl.constexpr = C if SCALED or targets.g is None else min(C, 32)  # weights take registers
+            shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks * (C // CHUNK), segments, states)
+            place, first, column = tiles.place_of(shape), tiles.block_of(shape) * X, shape.part * E + tl.arange(0, E)
+            state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
+            of_normal = tl.zeros((X,), tl.float32)
+            for i in range(shape.chunks):
+                chunk = tiles.chunk_of(i, shape, REVERSE)
+                token, ok = tiles.tokens_of(shape, chunk, CHUNK)
+                scales = ()
+                if SCALED:
+                    scale, across = tiles.scales_of_sources(
+                        borders, sources, place, chunk, token, shape, CHUNK, REVERSE, STRICT
+                    )
+                    scales = (scale,)
+                    state, summed = state * across, summed * across
+                down, falls = tl.broadcast_to(summed[None, :], (CHUNK, summed.shape[0])), ()
+                if sources.x is not None:
+                    y, plain = _of_sources(
+                        targets,
+                        sources,
+                        place,
+                        token,
+                        ok,
+                        scales,
+                        first,
+                        shape,
+                        CHUNK,
+                        X,
+                        PHI_OF_SOURCES,
+                        KIND_OF_SOURCES,
+                        PRECISION,
+                    )
+                    far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
+                    inside, falls = tiles.load_weights(
+                        exact, sources, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT
+                    )
+                    fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
+                if grads.v is not None:
+                    x, _ = tiles.features(
+                        targets, targets.table, place, token, ok, (), first, shape.width, CHUNK, X, PHI, KIND, PRECISION
+                    )
+                    dv = tiles.dot(x, state, PRECISION)
+                    if sources.x is not None:
+                        dv = _with_chunk(dv, _weights(x, y, inside, falls, PRECISION), far, falls, PRECISION)
+                    if SCALED:
+                        dv = tiles.scaled_back(dv, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
+                    dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
+                near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
+                dy = tiles.dot_halves(
+                    near, tl.trans(state), DENOMINATOR == "encoded" and targets.neg_grad is not None, PRECISION
+                )
+                if sources.x is not None:
+                    scores = _scores(targets, sources, near, far, inside, falls, place, token, ok, DENOMINATOR, PRECISION)
+                    dy = _with_chunk(dy, scores, y, falls, PRECISION)
+                    state = tiles.advanced(state, y, far, falls, False, PRECISION)
+                    down = _down(down, inside, fed, falls, DENOMINATOR, PRECISION)
+                dy = _without(dy, down, targets, place, token, ok, falls, DENOMINATOR)
+                if SCALED:
+                    dy = tiles.scaled_back(dy, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
+                    down = tiles.scaled_back(down, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
+                of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, CHUNK, X, PHI, KIND, DENOMINATOR, ADD)
+                if grads.v is not None:
+                    _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
+            _write_normal(grads, of_normal, shape, X)

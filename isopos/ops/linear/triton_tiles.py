@@ -12,6 +12,8 @@ from isopos.ops.linear.triton_arguments import Shape
 
 jit, tl = language()
 FLOOR = tl.constexpr(EPS)  # of denominators
+STEEP = tl.constexpr(64.0)  # largest fall of a log decay in a chunk if features are scaled
+TOGETHER = tl.constexpr(32)  # chunks whose log decays are read together
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -177,12 +179,19 @@ def rotated_vjp(y, grad, cos, sin, C: tl.constexpr, X: tl.constexpr, KIND: tl.co
 
 
 @jit
+def scaled(rows, scales):
+    """Rows times weights ``[C]``, if given."""
+    return rows * scales[0][:, None] if len(scales) == 1 else rows
+
+
+@jit
 def features(
     inputs,
     table,
     place,
     token,
     ok,
+    scales,
     first,
     width,
     C: tl.constexpr,
@@ -191,9 +200,13 @@ def features(
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Features ``[C D]``, rounded for `dot`, and unrotated features ``[C X]`` in the order of x, rounded if the same."""
+    """Features ``[C D]``, rounded for `dot`, and unrotated features ``[C X]`` in the order of x, rounded if the same.
+
+    `scales` are empty, or weights ``[C]`` that multiply both.
+    """
     column = first + tl.arange(0, X)
     plain, _, at, both = load_plain(inputs, table, place, token, ok, column, width, PHI, KIND)
+    plain = scaled(plain, scales)
     y = plain
     if inputs.normal is not None:
         y, _ = reflected(y, load_normal(inputs, place, at, both, width))
@@ -202,6 +215,7 @@ def features(
         y = rotated(y, cos, sin, C, X, KIND)
     if KIND == "gather":
         plain, _, _, _ = load_plain(inputs, table, place, token, ok, column, width, PHI, "none")
+        plain = scaled(plain, scales)
     if inputs.normal is None and KIND == "none":
         plain = rounded(plain, PRECISION)
     return rounded(y, PRECISION), plain
@@ -236,6 +250,13 @@ def load_border(borders, place, chunk, shape, C: tl.constexpr, STRICT: tl.conste
     """Log decay of the state before a chunk: of the last key before it, or with STRICT of its first key."""
     token = tl.cast(chunk, tl.int64) * C - (0 if STRICT else 1)
     return tl.load(address(borders, place, tl.minimum(tl.maximum(token, 0), shape.length - 1)))
+
+
+@jit
+def borders_of(borders, place, chunk, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Log decays of the states before and after a chunk of the scan."""
+    start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
+    return load_border(borders, place, start, shape, C, STRICT), load_border(borders, place, end, shape, C, STRICT)
 
 
 @jit
@@ -280,9 +301,7 @@ def load_weights(
     inside = weights_inside(None, None, None, C, REVERSE, STRICT)
     falls = ()
     if borders is not None:
-        start, end = chunk + (1 if REVERSE else 0), chunk + (0 if REVERSE else 1)
-        start = load_border(borders, place, start, shape, C, STRICT)
-        end = load_border(borders, place, end, shape, C, STRICT)
+        start, end = borders_of(borders, place, chunk, shape, C, REVERSE, STRICT)
         if targets.g is None:
             falls = address(borders, place, tl.minimum(token, shape.length - 1)), start, end, start != end
         else:
@@ -290,6 +309,38 @@ def load_weights(
             inside = weights_inside(of_targets, of_sources, start, C, REVERSE, STRICT)
             falls = fall(of_targets, start, REVERSE), fall(end, of_sources, REVERSE), fall(end, start, REVERSE)
     return inside, falls
+
+
+@jit
+def scales_of_sources(
+    borders, sources, place, chunk, token, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr
+):
+    """Weights in the state after a chunk: of its sources ``[C]``, and of the state before it."""
+    start, end = borders_of(borders, place, chunk, shape, C, REVERSE, STRICT)
+    return fall(end, load_decays(sources, place, token, shape), REVERSE), fall(end, start, REVERSE)
+
+
+@jit
+def scaled_back(
+    sums, borders, targets, place, chunk, token, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr
+):
+    """Sums ``[C]`` or ``[C .]`` over scaled sources times the weights by which targets see them, which are at least 1."""
+    _, end = borders_of(borders, place, chunk, shape, C, REVERSE, STRICT)
+    scale = fall(load_decays(targets, place, token, shape), end, REVERSE)
+    return sums * (scale[:, None] if len(sums.shape) == 2 else scale)
+
+
+@jit
+def scalable(borders, targets, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Whether the log decay falls by less than `STEEP` in each chunk of this program, whose features then are scaled."""
+    place, steep = place_of(shape), tl.full((), 0, tl.int32)
+    for first in range(0, shape.chunks, TOGETHER):
+        chunk = tl.program_id(1) * shape.chunks + tl.minimum(first + tl.arange(0, TOGETHER), shape.chunks - 1)
+        start, end = borders_of(borders, place, chunk, shape, C, REVERSE, STRICT)
+        target = load_decays(targets, place, tl.cast(chunk, tl.int64) * C + (C - 1 if REVERSE else 0), shape)
+        of_state, of_target = end - start if REVERSE else start - end, end - target if REVERSE else target - end
+        steep = tl.maximum(steep, tl.max(tl.where((of_state < STEEP) & (of_target < STEEP), 0, 1)))
+    return steep == 0
 
 
 @jit
