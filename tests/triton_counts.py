@@ -2,14 +2,15 @@
 
     python tests/triton_counts.py [--arch 100] [names of PROBLEMS ...]      # the table of docs/performance.md
 
-Counted is the largest loop of a kernel, which scans chunks, or all code of a kernel without a loop, by the shortest way
-through branches: chunks of packed sequences have branches for borders of segments, which few chunks take. The number per
+Counted is the largest loop of a kernel, which scans chunks, or all code of a kernel without a loop. Chunks of packed
+sequences have branches for borders of segments, which few chunks take: there it is the shortest way. The number per
 token and head is instructions of a warp times warps per program times programs per head, divided by tokens per chunk.
 """
 
 import argparse
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,6 @@ from isopos.feature_maps import elu1, identity, relu
 from isopos.ops.linear.triton_arguments import Sizes
 
 JUMP = r"\bBRA\b.*?(0x[0-9a-f]+)"
-WGMMA = re.compile("HGMMA|UTC.*MMA")
 PROBLEMS = {  # kinds of maps, decay (or segments alone), denominator, feature map
     "none": ((), False, "encoded", elu1),
     "rope": (("rotation",), False, "plain", elu1),
@@ -51,12 +51,21 @@ class Counted(NamedTuple):
 
 
 def loops_of(text: str) -> list[list[tuple[int, str]]]:
-    """Instructions with addresses of each loop of disassembled code that is in no other loop, or of all code without any."""
+    """Instructions with addresses of each loop of disassembled code that is in no other loop, or of all code without any.
+
+    A jump back from behind the end of a kernel is no loop: on sm_100 waits for products are there.
+    """
     code = [(int(at, 16), said) for at, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^/]*?)\s*;", text)]
     jumps = [(at, int(to[1], 16)) for at, said in code if (to := re.search(JUMP, said))]
-    back = [(to, at) for at, to in jumps if to < at] or [(0, code[-1][0])]
+    ends = [at for at, said in code if said == "EXIT"]
+    back = [(to, at) for at, to in jumps if to < at and not any(to < end < at for end in ends)] or [(0, code[-1][0])]
     outer = [(a, b) for a, b in back if not any((c, d) != (a, b) and c <= a and b <= d for c, d in back)]
     return [[(at, said) for at, said in code if first <= at <= last] for first, last in dict.fromkeys(outer)]
+
+
+def by_name(code: Iterable[str]) -> Counter[str]:
+    """Instructions by name, without NOP."""
+    return Counter(re.sub(r"^@!?U?P\w+ ", "", said).split()[0] for said in code if said != "NOP")
 
 
 def shortest(inside: list[tuple[int, str]]) -> Counter[str]:
@@ -68,23 +77,22 @@ def shortest(inside: list[tuple[int, str]]) -> Counter[str]:
         ways = [] if re.fullmatch(r"BRA (`\S+ )?0x\w+", said) and target > n else [n + 1]
         ways += [target] if target > n else []
         best[n] = min((best[way][0] + (said != "NOP"), way) for way in ways)
-    names, n = Counter[str](), 0
+    way, n = [], 0
     while n < len(inside):
-        said = inside[n][1]
-        names[re.sub(r"^@!?U?P\w+ ", "", said).split()[0]] += said != "NOP"
+        way.append(inside[n][1])
         n = best[n][1]
-    return +names
+    return by_name(way)
 
 
-def loop_of(text: str) -> Counter[str]:
-    """Instructions by name in the largest loop of disassembled code, or in all of it, by the shortest way through it.
+def loop_of(text: str, *, packed: bool = False) -> Counter[str]:
+    """Instructions by name in the largest loop of disassembled code, or in all of it; if packed, on the shortest way.
 
-    Of two large loops, for decays that are scaled into features and for others, that with more wgmma, or fewer exponentials.
+    Of two large loops, for scaled features and for weights of decays, that with fewer `mma.sync`, or fewer exponentials.
     """
     loops = loops_of(text)
     most = max(map(len, loops))
-    large = [shortest(loop) for loop in loops if 3 * len(loop) > most]
-    return min(large, key=lambda loop: (-sum(n for name, n in loop.items() if WGMMA.match(name)), loop["MUFU.EX2"]))
+    large = [shortest(loop) if packed else by_name(said for _, said in loop) for loop in loops if 3 * len(loop) > most]
+    return min(large, key=lambda loop: (sum(n for name, n in loop.items() if name.startswith("HMMA")), loop["MUFU.EX2"]))
 
 
 def counted(name: str, d: int, arch: int) -> list[Counted]:
@@ -99,7 +107,7 @@ def counted(name: str, d: int, arch: int) -> list[Counted]:
             jobs.append((kernel, sizes, constants.get("C", 1), options, pool.submit(disassembled, *job, **options)))
         for kernel, sizes, chunk, options, job in jobs:
             (used, text), warps = job.result(), options.get("num_warps", 4)
-            loop, programs = loop_of(text), 1 if kernel == "quotients" else sizes.blocks
+            loop, programs = loop_of(text, packed=sums.segmented), 1 if kernel == "quotients" else sizes.blocks
             each = 0 if kernel == "scan" else loop.total() * warps * programs / chunk
             found.append(Counted(kernel, chunk, warps, used, each, loop))
     return found

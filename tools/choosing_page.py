@@ -62,7 +62,7 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         },
     ),
     ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
-    ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2",)}),
+    ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
     ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",)}),
     ("listops", "Which one for nested expressions, read as a sequence?", "", {"lrpe-4": ("ListOps",)}),
     ("images", "Which one for images?", "", {"newer-images": ("held out",), "ape-3": ("@300 test",)}),

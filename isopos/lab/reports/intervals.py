@@ -109,13 +109,22 @@ class Difference:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; equal values share the mean of their ranks. NaN if all values of one side are equal.
+    """Rank correlation. NaN if all values of one side are equal.
+
+    Equal values share the mean of their ranks; those are equal that differ by less than a millionth of the largest.
 
     Examples:
         >>> spearman([1, 2, 3, 4], [10, 20, 40, 30])
         0.8
+        >>> spearman([1, 2, 3, 4], [0.5, 0.7, 0.7 + 1e-9, 0.9])
+        0.948683298051
     """
-    ranks = [[sum(y < x for y in values) + (values.count(x) + 1) / 2 for x in values] for values in map(list, (a, b))]
+    ranks = [_ranks(a), _ranks(b)]
     if any(len(set(side)) == 1 for side in ranks):
         return float("nan")
     return round(statistics.correlation(*ranks), 12)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    same = 1e-6 * max(map(abs, values))
+    return [sum(y < x - same for y in values) + (sum(abs(y - x) <= same for y in values) + 1) / 2 for x in values]

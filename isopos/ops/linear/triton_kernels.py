@@ -263,7 +263,7 @@ def outputs(
     scalable = targets.g is not None
     if targets.g is not None:
         scalable = tiles.scalable(borders, targets, shape, C, REVERSE, STRICT)
-    for SCALED in tl.static_range(1 if targets.g is None else 2):
+    for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders
             place, first, column = tiles.place_of(shape), shape.part * X, tiles.block_of(shape) * E + tl.arange(0, E)
@@ -521,7 +521,7 @@ def gradients(
     scalable = targets.g is not None
     if targets.g is not None:
         scalable = tiles.scalable(borders, targets, whole, C, REVERSE, STRICT)
-    for SCALED in tl.static_range(1 if targets.g is None else 2):
+    for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders
             CHUNK: tl.constexpr = C if SCALED or targets.g is None else min(C, 32)  # weights take registers
