@@ -262,7 +262,7 @@ def outputs(
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
     scalable = targets.g is not None
     if targets.g is not None:
-        scalable = tiles.scalable(borders, targets, shape, C, REVERSE, STRICT)
+        scalable = tiles.scalable(borders, targets, shape, C, REVERSE, STRICT, PRECISION)
     for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders
@@ -520,7 +520,7 @@ def gradients(
     whole = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, states)
     scalable = targets.g is not None
     if targets.g is not None:
-        scalable = tiles.scalable(borders, targets, whole, C, REVERSE, STRICT)
+        scalable = tiles.scalable(borders, targets, whole, C, REVERSE, STRICT, PRECISION)
     for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders

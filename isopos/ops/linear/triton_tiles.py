@@ -12,7 +12,8 @@ from isopos.ops.linear.triton_arguments import Shape
 
 jit, tl = language()
 FLOOR = tl.constexpr(EPS)  # of denominators
-STEEP = tl.constexpr(64.0)  # largest fall of a log decay in a chunk if features are scaled
+STEEP = tl.constexpr(8.0)  # largest fall x of a log decay in a chunk if features are scaled, which then err by x 6e-8
+STEEP_OF_BF16 = tl.constexpr(64.0)  # the same for bfloat16
 TOGETHER = tl.constexpr(32)  # chunks whose log decays are read together
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -331,15 +332,16 @@ def scaled_back(
 
 
 @jit
-def scalable(borders, targets, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+def scalable(borders, targets, shape, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr, PRECISION: tl.constexpr):
     """Whether the log decay falls by less than `STEEP` in each chunk of this program, whose features then are scaled."""
     place, steep = place_of(shape), tl.full((), 0, tl.int32)
+    most: tl.constexpr = STEEP_OF_BF16 if PRECISION == "bf16" else STEEP
     for first in range(0, shape.chunks, TOGETHER):
         chunk = tl.program_id(1) * shape.chunks + tl.minimum(first + tl.arange(0, TOGETHER), shape.chunks - 1)
         start, end = borders_of(borders, place, chunk, shape, C, REVERSE, STRICT)
         target = load_decays(targets, place, tl.cast(chunk, tl.int64) * C + (C - 1 if REVERSE else 0), shape)
         of_state, of_target = end - start if REVERSE else start - end, end - target if REVERSE else target - end
-        steep = tl.maximum(steep, tl.max(tl.where((of_state < STEEP) & (of_target < STEEP), 0, 1)))
+        steep = tl.maximum(steep, tl.max(tl.where((of_state < most) & (of_target < most), 0, 1)))
     return steep == 0
 
 
