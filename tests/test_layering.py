@@ -223,14 +223,16 @@ def test_a_name_that_is_not_there():
 
 
 def test_nothing_is_too_long():
-    """Function docstrings do not count."""
+    """Signatures and docstrings of functions do not count."""
     found = {name for name, path in MODULES.items() if len(path.read_text("utf-8").splitlines()) > MOST["module"]}
     for name in MODULES:
         for node in ast.walk(parsed(name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 text = node.body[0] if ast.get_docstring(node) else None
                 lines = [
-                    n for n in range(node.lineno, node.end_lineno + 1) if not text or not text.lineno <= n <= text.end_lineno
+                    n
+                    for n in range(node.body[0].lineno, node.end_lineno + 1)
+                    if not text or not text.lineno <= n <= text.end_lineno
                 ]
                 if len(lines) > MOST["function"]:
                     found.add(f"{name}.{node.name}")

@@ -228,7 +228,7 @@ class Call:
 
     def of_both(self, n: int, features: int, values: int) -> dict[str, Any]:
         """The same with constants of sources."""
-        others = {"PHI_OF_SOURCES": self.closed[1 - n].phi, "KIND_OF_SOURCES": self.closed[1 - n].kind}
+        others = {"SOURCE_PHI": self.closed[1 - n].phi, "SOURCE_KIND": self.closed[1 - n].kind}
         return self.constants(n, features, values) | others
 
     def launch(self, kernel: Any, n: int, blocks: int, *given: Any, part: int = 0, **constants: Any) -> None:

@@ -155,7 +155,6 @@ def _finish(
     denominator,
     place,
     token,
-    ok,
     column,
     shape,
     DENOMINATOR: tl.constexpr,
@@ -163,6 +162,7 @@ def _finish(
     ADD: tl.constexpr,
 ):
     """Write sums ``[C E]`` or quotients, what rounding takes from them to `low` if given, and denominators ``[C]``."""
+    ok = token < shape.length
     both = ok[:, None] & (column < shape.columns)[None, :]
     at = tiles.address(out, place, token)[:, None] + column[None, :]
     if ADD:
@@ -246,8 +246,8 @@ def outputs(
     E: tl.constexpr,
     PHI: tl.constexpr,
     KIND: tl.constexpr,
-    PHI_OF_SOURCES: tl.constexpr,
-    KIND_OF_SOURCES: tl.constexpr,
+    SOURCE_PHI: tl.constexpr,
+    SOURCE_KIND: tl.constexpr,
     DENOMINATOR: tl.constexpr,
     DIVIDE: tl.constexpr,
     ADD: tl.constexpr,
@@ -260,9 +260,7 @@ def outputs(
     ADD adds to existing sums and to `earlier` denominators. DIVIDE writes quotients.
     """
     shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
-    scalable = targets.g is not None
-    if targets.g is not None:
-        scalable = tiles.scalable(borders, targets, shape, C, REVERSE, STRICT, PRECISION)
+    scalable = False if targets.g is None else tiles.scalable(borders, targets, shape, C, REVERSE, STRICT, PRECISION)
     for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders
@@ -278,7 +276,7 @@ def outputs(
                 rows = rows if DENOMINATOR == "plain" else q
                 denominator = tl.sum(rows.to(tl.float32) * feature_sum[None, :], 1)
                 if sources.x is None:
-                    total = tiles.dot_halves(q, state, HALVES, PRECISION)
+                    sums = tiles.dot_halves(q, state, HALVES, PRECISION)
                 else:
                     rows = tiles.rounded(rows, PRECISION)
                     scales = ()
@@ -286,22 +284,10 @@ def outputs(
                         scale, across = tiles.scales_of_sources(
                             borders, sources, place, chunk, token, shape, C, REVERSE, STRICT
                         )
-                        scales = (scale,)
                         state, feature_sum, denominator = state * across, feature_sum * across, denominator * across
+                        scales = (scale,)
                     k, summed = _of_sources(
-                        targets,
-                        sources,
-                        place,
-                        token,
-                        ok,
-                        scales,
-                        first,
-                        shape,
-                        C,
-                        X,
-                        PHI_OF_SOURCES,
-                        KIND_OF_SOURCES,
-                        PRECISION,
+                        targets, sources, place, token, ok, scales, first, shape, C, X, SOURCE_PHI, SOURCE_KIND, PRECISION
                     )
                     summed = summed if DENOMINATOR == "plain" else k
                     tile = tiles.load_values(values, place, token, ok, column, shape.columns, PRECISION)
@@ -310,30 +296,17 @@ def outputs(
                     )
                     feature_sum = tiles.advanced_sum(feature_sum, summed, falls)
                     scores, near = _near(q, k, rows, summed, inside, falls, DENOMINATOR, PRECISION)
-                    total = tiles.dot_halves(q, state, HALVES, PRECISION)
+                    sums = tiles.dot_halves(q, state, HALVES, PRECISION)
                     denominator = tiles.fallen(denominator, falls)
-                    total, denominator = _with_chunk(total, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
+                    sums, denominator = _with_chunk(sums, scores, tile, falls, PRECISION), denominator + tl.sum(near, 1)
                     state = tiles.advanced(state, k, tile, falls, False, PRECISION)
                     if SCALED:
-                        total = tiles.scaled_back(total, borders, targets, place, chunk, token, shape, C, REVERSE, STRICT)
+                        sums = tiles.scaled_back(sums, borders, targets, place, chunk, token, shape, C, REVERSE, STRICT)
                         denominator = tiles.scaled_back(
                             denominator, borders, targets, place, chunk, token, shape, C, REVERSE, STRICT
                         )
                 _finish(
-                    out,
-                    low,
-                    earlier,
-                    denominators,
-                    total,
-                    denominator,
-                    place,
-                    token,
-                    ok,
-                    column,
-                    shape,
-                    DENOMINATOR,
-                    DIVIDE,
-                    ADD,
+                    out, low, earlier, denominators, sums, denominator, place, token, column, shape, DENOMINATOR, DIVIDE, ADD
                 )
 
 
@@ -503,8 +476,8 @@ def gradients(
     E: tl.constexpr,
     PHI: tl.constexpr,
     KIND: tl.constexpr,
-    PHI_OF_SOURCES: tl.constexpr,
-    KIND_OF_SOURCES: tl.constexpr,
+    SOURCE_PHI: tl.constexpr,
+    SOURCE_KIND: tl.constexpr,
     DENOMINATOR: tl.constexpr,
     ADD: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -516,65 +489,46 @@ def gradients(
     Scores are products of values of keys with gradients of outputs. With `grads.v`, keys also sum up gradients of their
     values; then features are a single block.
     """
-    states = 1 if sources.x is None else segments
-    whole = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, states)
-    scalable = targets.g is not None
-    if targets.g is not None:
-        scalable = tiles.scalable(borders, targets, whole, C, REVERSE, STRICT, PRECISION)
+    whole = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks, segments, 1 if sources.x is None else segments)
+    scalable = False if targets.g is None else tiles.scalable(borders, targets, whole, C, REVERSE, STRICT, PRECISION)
     for SCALED in tl.static_range(1 if targets.g is None else 2):  # two loops in the code, of which a program runs one
         if scalable == SCALED:
             exact = None if SCALED else borders
-            CHUNK: tl.constexpr = C if SCALED or targets.g is None else min(C, 32)  # weights take registers
-            shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks * (C // CHUNK), segments, states)
+            N: tl.constexpr = C if SCALED or targets.g is None else min(C, 32)  # weights take registers
+            shape = tiles.shape_of(sizes, sizes.blocks, length, inner, chunks * (C // N), segments, whole.states)
             place, first, column = tiles.place_of(shape), tiles.block_of(shape) * X, shape.part * E + tl.arange(0, E)
             state, summed = _before(prefixes, shape, tiles.block_of(shape), column, X, D, E, DENOMINATOR)
             of_normal = tl.zeros((X,), tl.float32)
+            HALVES: tl.constexpr = DENOMINATOR == "encoded" and targets.neg_grad is not None
             for i in range(shape.chunks):
                 chunk = tiles.chunk_of(i, shape, REVERSE)
-                token, ok = tiles.tokens_of(shape, chunk, CHUNK)
+                token, ok = tiles.tokens_of(shape, chunk, N)
                 scales = ()
                 if SCALED:
-                    scale, across = tiles.scales_of_sources(
-                        borders, sources, place, chunk, token, shape, CHUNK, REVERSE, STRICT
-                    )
-                    scales = (scale,)
-                    state, summed = state * across, summed * across
-                down, falls = tl.broadcast_to(summed[None, :], (CHUNK, summed.shape[0])), ()
+                    scale, across = tiles.scales_of_sources(borders, sources, place, chunk, token, shape, N, REVERSE, STRICT)
+                    state, summed, scales = state * across, summed * across, (scale,)
+                down, falls = tl.broadcast_to(summed[None, :], (N, summed.shape[0])), ()
                 if sources.x is not None:
                     y, plain = _of_sources(
-                        targets,
-                        sources,
-                        place,
-                        token,
-                        ok,
-                        scales,
-                        first,
-                        shape,
-                        CHUNK,
-                        X,
-                        PHI_OF_SOURCES,
-                        KIND_OF_SOURCES,
-                        PRECISION,
+                        targets, sources, place, token, ok, scales, first, shape, N, X, SOURCE_PHI, SOURCE_KIND, PRECISION
                     )
                     far = tiles.load_values(of_sources, place, token, ok, column, shape.columns, PRECISION)
                     inside, falls = tiles.load_weights(
-                        exact, sources, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT
+                        exact, sources, targets, place, chunk, token, shape, N, REVERSE, STRICT
                     )
                     fed, summed = _fed(y, plain, sources, summed, falls, place, token, ok, DENOMINATOR, PRECISION)
                 if grads.v is not None:
                     x, _ = tiles.features(
-                        targets, targets.table, place, token, ok, (), first, shape.width, CHUNK, X, PHI, KIND, PRECISION
+                        targets, targets.table, place, token, ok, (), first, shape.width, N, X, PHI, KIND, PRECISION
                     )
                     dv = tiles.dot(x, state, PRECISION)
                     if sources.x is not None:
                         dv = _with_chunk(dv, _weights(x, y, inside, falls, PRECISION), far, falls, PRECISION)
                     if SCALED:
-                        dv = tiles.scaled_back(dv, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
+                        dv = tiles.scaled_back(dv, borders, targets, place, chunk, token, shape, N, REVERSE, STRICT)
                     dv = dv.to(grads.v.first.dtype.element_ty)  # rounded early, since it then takes half of the registers
                 near = tiles.load_values(of_targets, place, token, ok, column, shape.columns, PRECISION)
-                dy = tiles.dot_halves(
-                    near, tl.trans(state), DENOMINATOR == "encoded" and targets.neg_grad is not None, PRECISION
-                )
+                dy = tiles.dot_halves(near, tl.trans(state), HALVES, PRECISION)
                 if sources.x is not None:
                     scores = _scores(targets, sources, near, far, inside, falls, place, token, ok, DENOMINATOR, PRECISION)
                     dy = _with_chunk(dy, scores, y, falls, PRECISION)
@@ -582,9 +536,9 @@ def gradients(
                     down = _down(down, inside, fed, falls, DENOMINATOR, PRECISION)
                 dy = _without(dy, down, targets, place, token, ok, falls, DENOMINATOR)
                 if SCALED:
-                    dy = tiles.scaled_back(dy, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
-                    down = tiles.scaled_back(down, borders, targets, place, chunk, token, shape, CHUNK, REVERSE, STRICT)
-                of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, CHUNK, X, PHI, KIND, DENOMINATOR, ADD)
+                    dy = tiles.scaled_back(dy, borders, targets, place, chunk, token, shape, N, REVERSE, STRICT)
+                    down = tiles.scaled_back(down, borders, targets, place, chunk, token, shape, N, REVERSE, STRICT)
+                of_normal += _vjp(targets, grads, dy, down, place, token, ok, shape, N, X, PHI, KIND, DENOMINATOR, ADD)
                 if grads.v is not None:
                     _write(grads.v, place, token, ok, column[None, :], (column < shape.columns)[None, :], dv, ADD)
             _write_normal(grads, of_normal, shape, X)
