@@ -87,14 +87,14 @@ class Question:
         parts, left = [], decided
         while left and (found := _most_level(decided, left)):
             rows, rest = found
-            listed = ", ".join(f"{row.name} (`{row.scheme}`)" for row in rows[:LISTED])
+            named = ", ".join(f"{row.name} (`{row.scheme}`)" for row in rows[:LISTED])
             more = f" and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
-            parts.append((len(left) - len(rest), listed + more))
+            parts.append((len(left) - len(rest), named + more))
             left = rest
         parts += [(len(left), "none that is not behind in another")] if left else []
-        (count, first), *others = parts
+        (count, first), *later = parts
         compared = f"{count} of {len(decided)} comparison{'s' * (len(decided) > 1)}"
-        listed = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in others)))
+        listed = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in later)))
         text = f"Best, or not shown to be behind the best, {listed}."
         others = sum(len(each.rows) - 1 for each in decided)
         behind = sum(each.verdict(row) == BEHIND for each in decided for row in each.rows)

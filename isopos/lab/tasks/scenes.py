@@ -33,7 +33,7 @@ class Scenes(PositionedTask):
     tiles: int = 2  # Tiles along an edge of a wall.
     colours: int = 6  # Number of colours.
     intrinsics: bool = True  # Whether cameras have focal lengths; otherwise poses alone.
-    rays: bool = False  # Whether tokens also have the ray of their pixel, so that all schemes see cameras.
+    rays: bool = False  # Whether tokens also have the ray of their pixel, which tells pose and focal length.
     scenes: int = 20000  # Number of rooms for training.
     held_out: int = 500  # Number of rooms for validation, and for the test.
 

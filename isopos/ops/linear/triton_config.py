@@ -42,8 +42,8 @@ def config(
     """The tiles that fit into registers and shared memory of sm_80 and later.
 
     Products before sm_90 and TF32 products hold all operands in registers; more than 64 TF32 features are split over several
-    launches. Four warps multiply 64 rows; two
-    programs of four warps share a multiprocessor, so that one computes while the other waits.
+    launches. Four warps multiply 64 rows; two programs of four warps share a multiprocessor, so that one computes while the
+    other waits.
 
     Args:
         features: Number of features, a power of two.
