@@ -55,14 +55,8 @@ class Gpu:
             get_current_target=lambda: GPUTarget("cuda", ARCH, 32),
             launcher_cls=self._launcher,
             utils=SimpleNamespace(
-                get_device_properties=lambda device: {"max_shared_mem": SHARED},
-                load_binary=lambda name, *rest: (
-                    name,
-                    name,
-                    0,
-                    0,
-                    1024,
-                ),  # module, function, registers, spills, threads
+                get_device_properties=lambda device: {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS},
+                load_binary=lambda name, binary, *rest: (name, binary, 0, 0, 1024),  # module, function, ..., threads
             ),
         )
 
@@ -82,13 +76,13 @@ class Gpu:
 
 
 @contextmanager
-def fake_gpu(*, compiles: bool = True) -> Iterator[Gpu]:
+def fake_gpu(found: Gpu | None = None, *, compiles: bool = True) -> Iterator[Gpu]:
     """A GPU to which tensors on the CPU belong, with kernels on. Without `compiles` variants are counted alone."""
     from triton import knobs
     from triton.runtime import driver
 
     assert not gpu.interpreted()
-    found, before = Gpu(), driver._active
+    found, before = found or Gpu(), driver._active
 
     def compiling(*given: Any, fn: Any, key: str, **more: Any) -> bool:
         found.variants[key] = fn.name.rpartition(".")[2]

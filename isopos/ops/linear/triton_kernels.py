@@ -409,7 +409,7 @@ def _vjp(
     normal ``[X]``, summed over tokens.
     """
     if DENOMINATOR == "plain":
-        down = -tiles.weighed(down, inputs, place, token, ok)
+        down = tiles.weighed(down, inputs, place, token, ok)
     width, first = shape.width, tiles.block_of(shape) * X
     column = first + tl.arange(0, X)
     inside = (column < width)[None, :]
@@ -435,11 +435,11 @@ def _vjp(
             unrotated, unrotated_x, _, unrotated_both = tiles.load_plain(
                 inputs, inputs.table, place, token, ok, column, width, PHI, "none"
             )
-            of_decay += tl.sum(unrotated * down, 1)
-            value = tl.where(unrotated_both, down * tiles.derivative(unrotated_x, unrotated, PHI), 0)
+            of_decay -= tl.sum(unrotated * down, 1)
+            value = tl.where(unrotated_both, -down * tiles.derivative(unrotated_x, unrotated, PHI), 0)
             _write(grads.plain, place, token, ok, column[None, :], inside, value, ADD)
         else:
-            back += down
+            back -= down
     of_decay += tl.sum(plain * back, 1)  # <R y, dy> = <y, R^T dy>
     value = tl.where(both, back * tiles.derivative(x, plain, PHI), 0)
     _write(grads.x, place, token, ok, at, inside, value, ADD)
