@@ -187,7 +187,7 @@ def test_orders_are_those_that_the_tables_state(tables):
         derived = [text for text in results_page.findings([one]).splitlines() if "rank correlation" in text]
         assert len(derived) == len(stated)
         for text in derived:
-            column, rest = text.removeprefix("- ").split(": ")
+            column, _, rest = text.removeprefix("- ").partition(": ")
             assert stated[column].split(": ")[1].startswith(rest.partition(" rows")[0])
 
 

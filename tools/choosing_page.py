@@ -42,13 +42,13 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         "language",
         "Which one with linear attention, if positions may depend on tokens?",
         "linear",
-        {"newer-content": ("linear",), "newer-content-shakespeare": ("linear",)},
+        {"newer-content": ("linear",), "newer-content-shakespeare": ("linear",), "newer-content-wikitext2": ("linear",)},
     ),
     (
         "language",
         "Which one with softmax attention, if positions may depend on tokens?",
         "softmax",
-        {"newer-content": ("softmax",), "newer-content-shakespeare": ("softmax",)},
+        {"newer-content": ("softmax",), "newer-content-shakespeare": ("softmax",), "newer-content-wikitext2": ("softmax",)},
     ),
     (
         "language",
@@ -61,6 +61,7 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
             "newer-text-wikitext2": ("linear, 4x", "decay, 4x", "softmax, 4x"),
             "newer-content": ("linear, 4x", "softmax, 4x"),
             "newer-content-shakespeare": ("linear, 4x", "softmax, 4x"),
+            "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
     ),
     ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
