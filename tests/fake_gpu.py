@@ -1,4 +1,4 @@
-"""A stand-in for a GPU of sm_90: launches of Triton's kernels are compiled and counted, but not run.
+"""A stand-in for a GPU, of sm_90 unless told: launches of Triton's kernels are compiled and counted, but not run.
 
 Everything of a call runs except the kernels and the C code of launches: isopos, Triton's specialisation, its compiler and
 ptxas. Tensors are on the CPU, and outputs are whatever memory holds. It needs a process without Triton's interpreter
@@ -37,11 +37,13 @@ class Gpu:
     """Counts of launches.
 
     Attributes:
+        arch: Compute capability, 90 for sm_90.
         launches: Names of the kernels in the order of their launches; only of compiled kernels.
         variants: Names of kernels by the key of each variant that Triton asked for.
     """
 
-    def __init__(self):
+    def __init__(self, arch: int = ARCH):
+        self.arch = arch
         self.launches: list[str] = []
         self.variants: dict[str, str] = {}
 
@@ -52,7 +54,7 @@ class Gpu:
         return SimpleNamespace(
             get_current_device=lambda: 0,
             get_current_stream=lambda device: 0,
-            get_current_target=lambda: GPUTarget("cuda", ARCH, 32),
+            get_current_target=lambda: GPUTarget("cuda", self.arch, 32),
             launcher_cls=self._launcher,
             utils=SimpleNamespace(
                 get_device_properties=lambda device: {"max_shared_mem": SHARED, "multiprocessor_count": PROCESSORS},
@@ -90,7 +92,8 @@ def fake_gpu(found: Gpu | None = None, *, compiles: bool = True) -> Iterator[Gpu
 
     there = mock.patch.multiple
     patches: list[Any] = [mock.patch.dict(os.environ, {gpu.SWITCH: "1"}), there(knobs.runtime, jit_cache_hook=compiling)]
-    patches += [there(gpu, reads=lambda x: True), there(linear, _processors=lambda device: PROCESSORS)]
+    patches += [there(gpu, reads=lambda x: True)]
+    patches += [there(linear, _processors=lambda device: PROCESSORS, _generation=lambda device: found.arch // 10)]
     patches += [there(containment, may_inspect=lambda x: False)]  # as for the numbers of a GPU
     with ExitStack() as stack:
         for patch in patches:

@@ -1,9 +1,9 @@
 """Instructions and memory traffic of linear attention without feature maps, by the kernels of isopos and of fla.
 
-    python tests/fla_counts.py [--d 64 128] [--launches]      # the second table of instructions in docs/performance.md
+    python tests/fla_counts.py [--d 64 128] [--arch 100] [--launches]      # a table of docs/performance.md
 
-Needs `fla-core`, but no GPU: launches are compiled for an imagined H100 (sm_90), and their machine code is counted instead
-of run. Where fla would measure several settings of a kernel, it gets the one with the fewest instructions.
+Needs `fla-core`, but no GPU: launches are compiled for an imagined one, and their machine code is counted instead of run.
+Where fla would measure several settings of a kernel, it gets the one with the fewest instructions.
 """
 
 import argparse
@@ -41,8 +41,8 @@ class Launch(NamedTuple):
 class Counter(Gpu):
     """An imagined GPU that reads what it is asked to run."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, arch: int = ARCH):
+        super().__init__(arch)
         self.counts: list[Launch] = []
 
     def driver(self) -> Any:
@@ -123,14 +123,14 @@ def _by_fla(q: Tensor, k: Tensor, v: Tensor, decayed: bool) -> Tensor:
     return chunk_simple_gla(q, k, v, g_gamma=decay, scale=1.0)[0]
 
 
-def counted(library: str, decayed: bool, d: int) -> list[list[Launch]]:
+def counted(library: str, decayed: bool, d: int, arch: int = ARCH) -> list[list[Launch]]:
     """Launches of the forward and of the backward pass, in a process of their own, since fla keeps settings."""
     answers: dict[str, Callable[..., Any]] = {
-        "get_device_name": lambda *device: "NVIDIA H100",
-        "get_device_capability": lambda *device: divmod(ARCH, 10),
+        "get_device_name": lambda *device: {90: "NVIDIA H100", 100: "NVIDIA B200"}[arch],
+        "get_device_capability": lambda *device: divmod(arch, 10),
         "device_count": lambda: 1,
     }
-    found = Counter()
+    found = Counter(arch)
     with fake_gpu(found), mock.patch.multiple(torch.cuda, **answers):
         q, k, v = (torch.randn(BATCH, TOKENS, HEADS, d, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
         out = (_by_isopos if library == "isopos" else _by_fla)(q, k, v, decayed)
@@ -143,6 +143,7 @@ def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--d", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--arch", type=int, default=ARCH, choices=(90, 100))
     parser.add_argument("--launches", action="store_true", help="print each launch")
     given = parser.parse_args()
     print("| decay | d | kernels of | launches | forward | backward | total | bytes | registers | spilled, bytes |")
@@ -150,7 +151,7 @@ def main() -> None:
     tokens = BATCH * HEADS * TOKENS
     for decayed, d, library in [(decayed, d, own) for decayed in (False, True) for d in given.d for own in LIBRARIES]:
         with started(1) as pool:
-            passes = pool.submit(counted, library, decayed, d).result()
+            passes = pool.submit(counted, library, decayed, d, given.arch).result()
         forward, backward = (sum(launch.instructions for launch in launches) / tokens for launches in passes)
         both = [launch for launches in passes for launch in launches]
         each = [f"{n:,.0f}" for n in (forward, backward, forward + backward, sum(own.traffic for own in both) / tokens)]
