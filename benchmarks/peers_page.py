@@ -27,7 +27,7 @@ from isopos.maps import pair
 from isopos.schemes import REGISTRY
 from tests.canonical import canonical, score
 
-__all__ = ["COMPARISONS", "Comparison", "angles", "by_formula", "error", "ordered", "page", "rotated", "row"]
+__all__ = ["COMPARISONS", "PeerCheck", "angles", "by_formula", "error", "ordered", "page", "rotated", "row"]
 
 COMMAND = "python -m benchmarks.peers_page > docs/peers.md"
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ without the scheme's operations. Float64, default options, learned tables filled
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PeerCheck:
     """A comparison of one result; `differs` is the reason if the two functions are not the same."""
 
     scheme: str
@@ -410,16 +410,16 @@ FLOAT32 = "its angles are float32"
 TYPED = "by its formulas"
 COMPARISONS = (
     *(
-        Comparison("rope", ROTARY[name].package, name, "scores, from the same exact angles", partial(_rope, name))
+        PeerCheck("rope", ROTARY[name].package, name, "scores, from the same exact angles", partial(_rope, name))
         for name in ROTARY
     ),
     *(
-        Comparison("rope", ROTARY[name].package, name, "scores, its own module", partial(_rope_module, name), 3e-5, why)
+        PeerCheck("rope", ROTARY[name].package, name, "scores, its own module", partial(_rope_module, name), 3e-5, why)
         for name in ROTARY
         for why in ["its table is rounded to float32, as ours" if "RoFormer" in name else FLOAT32]
     ),
     *(
-        Comparison(
+        PeerCheck(
             "mrope", "transformers", kind, f"scores at its own position ids with `layout=half,{options}`",
             partial(_mrope, model, kind, sections, interleaved="interleaved" in options), 1e-6, FLOAT32,
         )
@@ -428,74 +428,74 @@ COMPARISONS = (
             ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", [4, 2, 2], "sections=4+2+2,interleaved=true"),
         )
     ),
-    Comparison(
+    PeerCheck(
         "p-rope", "transformers", "proportional of ROPE_INIT_FUNCTIONS", "scores with `layout=half,p=0.6`", _p_rope, 1e-6,
         FLOAT32,
     ),
     *(
-        Comparison("xpos", name, "RotaryEmbedding(use_xpos=True)", "causal scores", partial(_xpos, name), 3e-5, FLOAT32)
+        PeerCheck("xpos", name, "RotaryEmbedding(use_xpos=True)", "causal scores", partial(_xpos, name), 3e-5, FLOAT32)
         for name in ("x-transformers", "rotary-embedding-torch")
     ),
-    Comparison("t5", "transformers", "T5Attention.compute_bias", "outputs with scale=1", partial(_t5, "transformers")),
-    Comparison("t5", "x-transformers", "RelativePositionBias", "outputs with scale=1", partial(_t5, "x-transformers")),
+    PeerCheck("t5", "transformers", "T5Attention.compute_bias", "outputs with scale=1", partial(_t5, "transformers")),
+    PeerCheck("t5", "x-transformers", "RelativePositionBias", "outputs with scale=1", partial(_t5, "x-transformers")),
     *(
-        Comparison(
+        PeerCheck(
             "deberta", "transformers", f"{version}.DisentangledSelfAttention", "outputs", partial(_deberta, version),
             differs="the released p2c reads row delta(i, j), where Eq. 4 has delta(j, i)",
         )
         for version in ("deberta_v2", "deberta")
     ),
     *(
-        Comparison(
+        PeerCheck(
             "deberta", "transformers", f"{version}.DisentangledSelfAttention", "outputs with `released=true`",
             partial(_deberta, version, released=True), 1e-6, "its scale is rounded to float32",
         )
         for version in ("deberta_v2", "deberta")
     ),
-    Comparison(
+    PeerCheck(
         "transformer-xl", "transformers", "Wav2Vec2BertSelfAttention, relative", "outputs", _transformer_xl, 1e-6,
         why="its sinusoids are float32",
     ),
-    Comparison("shaw", "transformers", "Wav2Vec2BertSelfAttention, relative_key", "outputs, vectors of keys only", _shaw),
-    Comparison(
+    PeerCheck("shaw", "transformers", "Wav2Vec2BertSelfAttention, relative_key", "outputs, vectors of keys only", _shaw),
+    PeerCheck(
         "pope", "x-transformers", "PolarEmbedding, apply_polar_pos_emb", "scores with `attention=softmax`", _pope, 1e-5,
         why="its angles are float32",
     ),
-    Comparison("alibi", "transformers", "bloom.build_alibi_tensor", "causal outputs", partial(_alibi, "transformers")),
-    Comparison("alibi", "x-transformers", "AlibiPositionalBias", "outputs", partial(_alibi, "x-transformers")),
-    Comparison(
+    PeerCheck("alibi", "transformers", "bloom.build_alibi_tensor", "causal outputs", partial(_alibi, "transformers")),
+    PeerCheck("alibi", "x-transformers", "AlibiPositionalBias", "outputs", partial(_alibi, "x-transformers")),
+    PeerCheck(
         "sinusoidal", "transformers", "MarianSinusoidalPositionalEmbedding", "the table, sines before cosines",
         partial(_sinusoidal, "transformers"), 1e-7, "its table is float32",
     ),
-    Comparison(
+    PeerCheck(
         "sinusoidal", "x-transformers", "ScaledSinusoidalEmbedding", "the table, sines before cosines, unscaled",
         partial(_sinusoidal, "x-transformers"), 3e-5, FLOAT32,
     ),
-    Comparison(
+    PeerCheck(
         "none", "performer-pytorch", "causal_linear_attention_noncuda", "outputs of elu+1, causal",
         partial(_performer, True), 1e-5, "it adds 1e-6 to each feature's sum of keys in the denominator",
     ),
-    Comparison("none", "performer-pytorch", "linear_attention", "outputs of elu+1, all keys", partial(_performer, False)),
-    Comparison(
+    PeerCheck("none", "performer-pytorch", "linear_attention", "outputs of elu+1, all keys", partial(_performer, False)),
+    PeerCheck(
         "lrpe-orthogonal", "", f"LRPE's listing, {TYPED}", "scores with `learned=false`", partial(_lrpe, "orthogonal")
     ),
-    Comparison("lrpe-permutation", "", f"LRPE's listing, {TYPED}", "scores", partial(_lrpe, "permutation")),
-    Comparison(
+    PeerCheck("lrpe-permutation", "", f"LRPE's listing, {TYPED}", "scores", partial(_lrpe, "permutation")),
+    PeerCheck(
         "permuteformer", "", f"PermuteFormer, {TYPED}",
         "causal outputs with `decay=permuteformer-released,denominator=none`", _permuteformer,
     ),
-    Comparison(
+    PeerCheck(
         "retnet", "", f"torchscale, {TYPED}",
         "causal outputs with `original=true,frequencies=torchscale`, after the norm", _retnet,
     ),
-    Comparison("xpos", "", f"torchscale, {TYPED}", "causal scores", _xpos_of_torchscale),
-    Comparison(
+    PeerCheck("xpos", "", f"torchscale, {TYPED}", "causal scores", _xpos_of_torchscale),
+    PeerCheck(
         "cosformer", "", f"cosFormer, {TYPED}", "causal outputs with `length` that of the call", _cosformer,
         differs="features are max(x, 0) + 0.001 here, so that a denominator is never 0",
     ),
-    Comparison("ape-sequence", "", f"APE, {TYPED}", "scores", _ape),
-    Comparison("rope-axial", "", f"rope-vit, {TYPED}", "scores", partial(_rope_vit, False)),
-    Comparison("rope-mixed", "", f"rope-vit, {TYPED}", "scores of learned frequencies", partial(_rope_vit, True)),
+    PeerCheck("ape-sequence", "", f"APE, {TYPED}", "scores", _ape),
+    PeerCheck("rope-axial", "", f"rope-vit, {TYPED}", "scores", partial(_rope_vit, False)),
+    PeerCheck("rope-mixed", "", f"rope-vit, {TYPED}", "scores of learned frequencies", partial(_rope_vit, True)),
 )  # fmt: skip
 
 
@@ -515,12 +515,12 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def ordered() -> list[Comparison]:
+def ordered() -> list[PeerCheck]:
     """All comparisons in the order of the catalogue."""
     return sorted(COMPARISONS, key=lambda one: [*CATALOG].index(one.scheme))
 
 
-def row(one: Comparison, difference: str) -> tuple[str, ...]:
+def row(one: PeerCheck, difference: str) -> tuple[str, ...]:
     """A comparison's cells."""
     where = one.where if one.package in one.where else f"{one.package}: {one.where}"
     return f"`{one.scheme}`", where, one.what, difference, one.differs or one.why or "-"

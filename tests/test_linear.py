@@ -186,7 +186,7 @@ def test_groups_with_equal_decays_on_one_side_only_have_separate_weights(monkeyp
 def test_groups_are_large_where_launches_cost():
     """A plan for another device than a CPU has one group of 8,192 tokens, and few of 65,536."""
     for shape, groups in (((2, 4, 8192, 64), 1), ((1, 2, 65536, 64), 8), ((8, 16, 4096, 64), 2)):
-        plan = scan.Plan(torch.empty(shape, device="meta"))
+        plan = scan.GroupPlan(torch.empty(shape, device="meta"))
         assert (len(plan.slices), len(plan.spans)) == (1, groups)
 
 

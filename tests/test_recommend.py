@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from isopos.lab.reports import recommendations
-from isopos.lab.reports.recommendations import Comparison, Question, Row, caption, cells, load_questions
+from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow, caption, cells, load_questions
 from isopos.schemes import build
 from isopos.spec import split_spec
 
@@ -13,9 +13,9 @@ def comparison(*rows, seeds=3, data="a"):
     return Comparison("toy", "column", data, "loss, lower is better", seeds, rows)
 
 
-BEST = Row("Best", "rope", 1.0, 0.1, 0.0, None)
-LEVEL = Row("Level", "permuteformer", 1.1, 0.1, 0.1, 0.2)
-BEHIND = Row("Behind", "none", 2.0, 0.1, 1.0, 0.2)
+BEST = SchemeRow("Best", "rope", 1.0, 0.1, 0.0, None)
+LEVEL = SchemeRow("Level", "permuteformer", 1.1, 0.1, 0.1, 0.2)
+BEHIND = SchemeRow("Behind", "none", 2.0, 0.1, 1.0, 0.2)
 
 
 def test_an_answer_names_the_rows_that_are_nowhere_behind():

@@ -94,8 +94,8 @@ BROKEN = {
     "accuracy: attention, none, d=64, float32": (triton.Triton, "forward"),
     "accuracy: rotation, d=64, bfloat16": (triton_rotate, "rotate"),
     "accuracy: rotation, d=64, float32": (triton_rotate, "rotate"),
-    "decoding: rope, float32": (triton_step.Plan, "__call__"),
-    "decoding: retnet, bfloat16": (triton_step.Plan, "__call__"),
+    "decoding: rope, float32": (triton_step.StepPlan, "__call__"),
+    "decoding: retnet, bfloat16": (triton_step.StepPlan, "__call__"),
     "compile: rope, float32": (triton.Triton, "forward"),
 }
 
@@ -126,7 +126,7 @@ def test_a_wrong_gradient_fails(monkeypatch):
     [
         ("repeat: attention, rope, float32", triton.Triton, "forward"),
         ("repeat: rotation, float32", triton_rotate, "rotate"),
-        ("repeat: step, retnet, float32", triton_step.Plan, "__call__"),
+        ("repeat: step, retnet, float32", triton_step.StepPlan, "__call__"),
     ],
 )
 def test_runs_that_differ_in_a_bit_fail(monkeypatch, name, owner, function):

@@ -6,7 +6,7 @@ import re
 import pytest
 from triton_aot import ARCHITECTURES, SHARED, assembly, compiled, compilers, variants
 
-from isopos.ops.linear.triton_step import Side
+from isopos.ops.linear.triton_step import StepSide
 
 pytestmark = pytest.mark.triton
 SIZES, STRIDES = ("i32",) * 3, ("i32:16",) * 4
@@ -63,7 +63,7 @@ def steps(cases=STEPS):
         d, whole, half = w * (1 + (kind == "lift")), "i32:16", kind == "lift"
         places = (whole,) * 3
         table = "*u8:16" if kind == "gather" else "*fp32:16"
-        side = Side(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
+        side = StepSide(dtype, table, "*fp32:16" if half else None, None, places, places, places, places)
         plain = side._replace(table=None, normal=None, mask="*u8" if half else None, of_mask=("1", whole, whole))
         sums, rows = "*fp32:16", "*fp32:16"
         signature = {"q": side, "k": side, "v": plain, "before": (sums, rows), "after": (sums, rows), "out": dtype}

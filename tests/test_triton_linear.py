@@ -504,7 +504,7 @@ def test_plans_give_the_same_numbers(monkeypatch, name):
     for inputs in (draws[:3], draws[1:], draws[:3], [draws[3]] * 2 + [draws[0]]):
         found = with_gradients(inputs, torch.float32, given, grad)
     assert len(plans) == 4  # of forward and backward passes, for different inputs and for queries that are the keys
-    assert tuple(isinstance(plan, triton_plan.Plan) for plan in list(plans.values())[:2]) == PLANNED[name]
+    assert tuple(isinstance(plan, triton_plan.PassPlan) for plan in list(plans.values())[:2]) == PLANNED[name]
     again = with_gradients(draws[1:], torch.float32, given, grad)
     monkeypatch.setattr(triton_plan, "PLANS", {})
     for planned, of in ((again, draws[1:]), (found, inputs)):

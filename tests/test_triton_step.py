@@ -42,9 +42,9 @@ def launches(monkeypatch):
     """Record launches of the kernel, with the C kernel disabled."""
     from isopos.ops.linear import triton_step
 
-    found, launch = [], triton_step.Plan.__call__
+    found, launch = [], triton_step.StepPlan.__call__
     monkeypatch.setattr(type(CPU), "serves", lambda self, sums: "it is not asked here")
-    monkeypatch.setattr(triton_step.Plan, "__call__", lambda *args: found.append(1) or launch(*args))
+    monkeypatch.setattr(triton_step.StepPlan, "__call__", lambda *args: found.append(1) or launch(*args))
     return found
 
 

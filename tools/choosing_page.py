@@ -12,7 +12,7 @@ from dataclasses import asdict
 from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
-from isopos.lab.reports.recommendations import Comparison, Question, Row
+from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow
 from isopos.lab.tables.loader import load_table
 from tools.results_page import ResultTable
 
@@ -113,7 +113,7 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     ours = {row: figure for row, figure in table.ours[title].items() if _is_of(kind, schemes[row])}
     order = table.sort(title, {row: mean for row, (mean, _) in ours.items()})
     leads = {row: table.lead(title, order[0], row, len(order) - 1) for row in order[1:]}
-    rows = [Row(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
+    rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"
     return Comparison(table.name, title, _data(table, column.corpus), figure, table.seeds, rows)

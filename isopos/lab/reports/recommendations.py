@@ -19,7 +19,7 @@ BEST, LEVEL, BEHIND, UNKNOWN = "best", "no difference shown", "behind", "no inte
 
 
 @dataclass(frozen=True)
-class Row:
+class SchemeRow:
     """A scheme in a comparison.
 
     Args:
@@ -48,9 +48,9 @@ class Comparison:
     data: str  # the data that models were trained on
     figure: str  # what the figures are, and whether lower or higher is better
     seeds: int  # number of seeds
-    rows: Sequence[Row]  # schemes, the best first
+    rows: Sequence[SchemeRow]  # schemes, the best first
 
-    def verdict(self, row: Row) -> str:
+    def verdict(self, row: SchemeRow) -> str:
         """Whether a row is the best, behind it, or neither as far as the interval shows."""
         if row is self.rows[0]:
             return BEST
@@ -103,7 +103,9 @@ class Question:
         return text if sets >= FEW_DATA else f"{text} Seen on {sets} data set{'s' * (sets > 1)}: not known for others."
 
 
-def _most_level(decided: Sequence[Comparison], left: Sequence[Comparison]) -> tuple[list[Row], list[Comparison]] | None:
+def _most_level(
+    decided: Sequence[Comparison], left: Sequence[Comparison]
+) -> tuple[list[SchemeRow], list[Comparison]] | None:
     """The rows that are behind in none and are in the most of the comparisons left, and the comparisons without them.
 
     None if each row of these is behind in some comparison.
@@ -140,6 +142,8 @@ def load_questions() -> list[Question]:
     """All questions, in the order of the page."""
     questions = []
     for entry in json.loads(FILE.read_text(encoding="utf-8")):
-        comparisons = [Comparison(**each | {"rows": [Row(**row) for row in each["rows"]]}) for each in entry["comparisons"]]
+        comparisons = [
+            Comparison(**each | {"rows": [SchemeRow(**row) for row in each["rows"]]}) for each in entry["comparisons"]
+        ]
         questions.append(Question(**entry | {"comparisons": comparisons}))
     return questions

@@ -21,7 +21,7 @@ from torch import Tensor
 from isopos.exact import cast_down
 from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.features import Buffers, Decays, Sums
-from isopos.ops.linear.scan import Groups, Layout, Operand, OutputGradient, Plan, Scan, ScanKernel, Span
+from isopos.ops.linear.scan import ChunkLayout, GroupPlan, Groups, Operand, OutputGradient, Scan, ScanKernel, Span
 
 
 def _back(rows: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Weights(ABC):
     A `reverse` scan goes from the last token to the first and leaves out the diagonal.
     """
 
-    def __init__(self, layout: Layout, reverse: bool):
+    def __init__(self, layout: ChunkLayout, reverse: bool):
         self.layout, self.reverse = layout, reverse
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Weights(ABC):
 class Even(Weights):
     """Weights without decay: one for keys that a query sees, zero for others."""
 
-    def __init__(self, layout: Layout, reverse: bool, like: Tensor):
+    def __init__(self, layout: ChunkLayout, reverse: bool, like: Tensor):
         super().__init__(layout, reverse)
         n, heads = layout.count, math.prod(layout.leading)
         earlier = torch.ones(n, n, dtype=like.dtype, device=like.device).tril_(-1)
@@ -113,7 +113,7 @@ class Fading(Weights):
     Every exponent is a difference of log decays and does not exceed zero: r^i and r^-j, which overflow, are never formed.
     """
 
-    def __init__(self, layout: Layout, reverse: bool, like: Tensor, g: Sequence[Tensor]):
+    def __init__(self, layout: ChunkLayout, reverse: bool, like: Tensor, g: Sequence[Tensor]):
         """g: log decays of queries and keys ``[*b h t]`` of the group, minus the log decay of the token before it."""
         super().__init__(layout, reverse)
         self.g, dtype = g, like.dtype
@@ -184,7 +184,7 @@ class Fading(Weights):
 class ChunkScan(Scan):
     """Causal sums, or with `reverse` sums over later tokens."""
 
-    weights: dict[Layout, list[Weights]] = field(default_factory=dict)
+    weights: dict[ChunkLayout, list[Weights]] = field(default_factory=dict)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -212,7 +212,7 @@ class ChunkScan(Scan):
 
     def _weights(self, span: Span) -> Weights:
         """Weights of a group, reused from an earlier group with equal decays, as constant decays have."""
-        layout = Layout(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
+        layout = ChunkLayout(self.leading, (span.stop - span.start) // span.chunk, span.chunk)
         like = self.operands[0].x.new_empty(0, dtype=self.buffers.dtype)
         if layout not in self.weights:
             self.weights[layout] = [Even(layout, self.reverse, like)]
@@ -311,8 +311,8 @@ class Whole(Scan):
     def states(self) -> int:
         return 1
 
-    def plan_of_keys(self) -> Plan:
-        return Plan(self.operands[1].x)
+    def plan_of_keys(self) -> GroupPlan:
+        return GroupPlan(self.operands[1].x)
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -331,7 +331,7 @@ class Whole(Scan):
         grad_output.split(self.plan.sizes)
         for n, span in enumerate(self.plan.spans):
             q = queries.read(n, span)
-            layout = Layout(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
+            layout = ChunkLayout(tuple(q[0].shape[:-2]), 1, span.stop - span.start)
             rows, neg_grad = grad_output.rows(n, layout, sums[0].shape[-1], self.buffers)
             grad = layout.tokens(rows)
             grads[0].add_(q[0].mT @ grad)
@@ -357,7 +357,7 @@ class Chunks(ScanKernel):
     def serves(self, sums: Sums) -> str:
         return refusal(sums)
 
-    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
+    def scans(self, operands: Sequence[Operand], plan: GroupPlan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
         denominator = sums.denominator is not None
         if not sums.causal and g is None:
             return [Whole(operands, plan, None, buffers, denominator)]

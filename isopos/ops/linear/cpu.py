@@ -37,7 +37,7 @@ from isopos.ops.linear.containment import contained
 from isopos.ops.linear.division import EPS, count, counted
 from isopos.ops.linear.features import Buffers, Decays, Features, Sums
 from isopos.ops.linear.operators import OPERATED, Operator, installed
-from isopos.ops.linear.scan import CHUNK, Groups, Operand, OutputGradient, Plan, Scan, ScanKernel, Span, operands_of
+from isopos.ops.linear.scan import CHUNK, GroupPlan, Groups, Operand, OutputGradient, Scan, ScanKernel, Span, operands_of
 from isopos.ops.slices import Slices
 
 PHI = {phi: n for n, phi in enumerate(COMPILED)}
@@ -46,7 +46,7 @@ ONE = slice(0, 1)
 TOKENS = 4 * CHUNK  # of a group, before which the state is saved
 
 
-class Closed(NamedTuple):
+class CpuFeatures(NamedTuple):
     """Features that the C kernel computes: phi, a reflection, then a table. All tensors are float32 except an index."""
 
     phi: int
@@ -57,7 +57,7 @@ class Closed(NamedTuple):
     unrotated: bool
 
     @classmethod
-    def of(cls, features: Features, x: Tensor) -> "Closed | None":
+    def of(cls, features: Features, x: Tensor) -> "CpuFeatures | None":
         """The closed form of features of x; None if the C kernel lacks it or widths do not fit, which PyTorch reports."""
         phi = PHI.get(features.phi) if isinstance(features.phi, FeatureMap) else None
         if phi is None or (closed := features.closed()) is None:
@@ -97,18 +97,18 @@ class Closed(NamedTuple):
         return part.width * self.doubled, alive
 
 
-def _closed(operands: Sequence[Operand]) -> list[Closed | None]:
+def _closed(operands: Sequence[Operand]) -> list[CpuFeatures | None]:
     """Closed forms of the features of operands, over all tokens."""
     described = ((operand.described(), operand.x) for operand in operands)
-    return [None if features is None else Closed.of(features, x) for features, x in described]
+    return [None if features is None else CpuFeatures.of(features, x) for features, x in described]
 
 
-def _compiled(sums: Sums) -> list[Closed | None]:
+def _compiled(sums: Sums) -> list[CpuFeatures | None]:
     """The same in code that is compiled, where no mask has numbers."""
     rest, found = iter(needs(sums)[5:]), []
     for features, x in zip(sums.features, sums.inputs, strict=True):
         needed = [next(rest) for _ in features.tensors]
-        found.append(Closed.of(features, x) if features.fused(needed) else None)
+        found.append(CpuFeatures.of(features, x) if features.fused(needed) else None)
     return found
 
 
@@ -131,7 +131,7 @@ def _states(sums: Sums) -> list[tuple[int, ...]]:
     return [(*groups, *shape) for shape in shapes] * (1 if sums.causal or every else 2)
 
 
-def _refuses_compiled(sums: Sums, closed: Sequence[Closed | None]) -> str:
+def _refuses_compiled(sums: Sums, closed: Sequence[CpuFeatures | None]) -> str:
     """Why compiled code does not call the C kernel, or ""."""
     if is_exporting():
         return "an exported program has only PyTorch's operations"
@@ -142,7 +142,7 @@ def _refuses_compiled(sums: Sums, closed: Sequence[Closed | None]) -> str:
     return ""
 
 
-def _widths(features: Features, x: Tensor, known: Closed | None) -> tuple[tuple[int, int], list[int]]:
+def _widths(features: Features, x: Tensor, known: CpuFeatures | None) -> tuple[tuple[int, int], list[int]]:
     """(number, length) of contiguous runs of features of x in memory, and the widths that the C kernel reads."""
     if known is not None:
         return (known.doubled, x.shape[-1]), [known.doubled * x.shape[-1]]
@@ -265,12 +265,12 @@ class Pass:
         even = threads // math.gcd(heads, threads)
         return min(chunks, even * -(-4 * threads // (heads * even)))
 
-    def _operand(self, operand: Operand, part: Input, span: Span, closed: Closed | None) -> tuple[int, int]:
+    def _operand(self, operand: Operand, part: Input, span: Span, closed: CpuFeatures | None) -> tuple[int, int]:
         """Describe an operand in `part`; returns the widths of its features and of its unrotated features (or 0)."""
         x = operand.xs[self.n]
         if closed is None:
             features = operand.described(span)
-            closed = None if features is None else Closed.of(features, x)
+            closed = None if features is None else CpuFeatures.of(features, x)
         if closed is None:
             features = operand.read(self.n, span)
             rows = [flat(_padded(x.resolve_neg())) for x in features]
@@ -325,8 +325,8 @@ class CpuScan(Scan):
     notes: dict[str, Any] = field(default_factory=dict)
     all_keys: bool = False
 
-    def plan_of_keys(self) -> Plan:
-        return Plan(self.operands[1].x, cut=False) if self.all_keys else self.plan
+    def plan_of_keys(self) -> GroupPlan:
+        return GroupPlan(self.operands[1].x, cut=False) if self.all_keys else self.plan
 
     def forward(self, outs: Sequence[Tensor], denominators: Sequence[Tensor], *, keep: bool, divide: bool) -> Groups:
         states: list[Tensor] = []
@@ -397,9 +397,9 @@ class CpuSteps:
             features: Features of queries and keys with tables of n tokens, otherwise as in the first step.
             weights: Weight of past sums at each of these tokens, float32 ``[n all]``; None if all are 1.
         """
-        self.take([Closed.of(each, x) for each, x in zip(features, self.inputs, strict=False)], weights)
+        self.take([CpuFeatures.of(each, x) for each, x in zip(features, self.inputs, strict=False)], weights)
 
-    def take(self, known: Sequence[Closed | None], weights: Tensor | None) -> None:
+    def take(self, known: Sequence[CpuFeatures | None], weights: Tensor | None) -> None:
         """Set the closed forms of features of queries and keys."""
         self.alive = [weights]
         for part, closed, x in zip(self.parts, known, self.inputs, strict=False):
@@ -455,13 +455,13 @@ class Cpu(ScanKernel, Operator):
             return self._refuses(sums) or ("" if installed() else "it is not installed")
         return self._refuses(sums) or library.absent()
 
-    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
+    def plan(self, sums: Sums, operands: Sequence[Operand]) -> GroupPlan:
         """The plan of the operands, uncut if the C kernel computes all features."""
         if "closed" not in sums.notes:
             sums.notes["closed"] = _closed(operands)
-        return Plan(sums.q, cut=not all(sums.notes["closed"]))
+        return GroupPlan(sums.q, cut=not all(sums.notes["closed"]))
 
-    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
+    def scans(self, operands: Sequence[Operand], plan: GroupPlan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
         denominator = sums.denominator is not None
         every = not sums.causal and g is None
         directions = (False,) if sums.causal or every else (False, True)
@@ -542,7 +542,7 @@ class Cpu(ScanKernel, Operator):
         (*leading, _, width), e = q.shape, v.shape[-1]
         if k.shape != q.shape or v.shape[:-1] != q.shape[:-1] or max(leading[:-2], default=1) > 1:
             return "a step has one state per query, and at most two axes of heads and samples"
-        forms = (Closed.of(features, x) for features, x in zip(sums.features, sums.inputs, strict=True))
+        forms = (CpuFeatures.of(features, x) for features, x in zip(sums.features, sums.inputs, strict=True))
         known = [form for form in forms if form is not None]
         if len(known) < 3 or any(x.dtype != torch.float32 for x in sums.inputs):
             return "a step makes features of float32 in closed form"

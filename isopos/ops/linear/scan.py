@@ -33,7 +33,7 @@ class Span(NamedTuple):
         return Slices((), slice(None), slice(self.start, self.stop))
 
 
-class Plan:
+class GroupPlan:
     """How ``[*b h t d]`` is cut into groups of about GROUP features: as many heads as fit, then more tokens.
 
     With ``cut=False``, for scans without such buffers, all tokens of all heads are one group, one per index of the first
@@ -78,7 +78,7 @@ def _slices(length: int, step: int) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """The shape of a chunk group, stored as ``[n c .]`` with n = samples * heads * chunks per head."""
 
     leading: tuple[int, ...]  # samples and heads
@@ -213,7 +213,7 @@ class OutputGradient:
         """Split tokens into chunk groups."""
         self.parts = [x if x is None else split(x, sizes) for x in self.all]
 
-    def rows(self, n: int, layout: Layout, values: int, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
+    def rows(self, n: int, layout: ChunkLayout, values: int, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
         """Gradients of the sums of group n ``[n c e]``, and negative gradients of its denominators ``[n c 1]`` or None."""
         grad, out, denominator = (None if x is None else x[n] for x in self.parts)
         assert grad is not None
@@ -237,7 +237,7 @@ class Scan(ABC):
     """
 
     operands: Sequence[Operand]
-    plan: Plan
+    plan: GroupPlan
     g: Decays
     buffers: Buffers
     denominator: bool
@@ -250,7 +250,7 @@ class Scan(ABC):
         for operand, plan in zip(self.operands, (self.plan, self.of_keys, self.of_keys), strict=True):
             operand.split(plan.sizes)
 
-    def plan_of_keys(self) -> Plan:
+    def plan_of_keys(self) -> GroupPlan:
         """The plan of keys and values."""
         return self.plan
 
@@ -280,12 +280,12 @@ class ScanKernel(Kernel, ABC):
     """A kernel that scans over chunk groups. It saves one state per group and recomputes everything else."""
 
     @abstractmethod
-    def scans(self, operands: Sequence[Operand], plan: Plan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
+    def scans(self, operands: Sequence[Operand], plan: GroupPlan, g: Decays, buffers: Buffers, sums: Sums) -> list[Scan]:
         """Scans over the same heads, whose results are added."""
 
-    def plan(self, sums: Sums, operands: Sequence[Operand]) -> Plan:
+    def plan(self, sums: Sums, operands: Sequence[Operand]) -> GroupPlan:
         """The plan of the operands."""
-        return Plan(sums.q)
+        return GroupPlan(sums.q)
 
     def forward(self, sums: Sums, needs: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
         divide, keep, e = sums.denominator == "divide", any(needs), sums.v.shape[-1]

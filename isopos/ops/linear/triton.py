@@ -20,7 +20,7 @@ from isopos.ops.linear.autograd import refusal
 from isopos.ops.linear.division import count
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.operators import OPERATED, Operator
-from isopos.ops.linear.triton_arguments import Grads, Inputs, Numbers, Rows, Sizes, Values, columns, padded, rows
+from isopos.ops.linear.triton_arguments import Grads, Inputs, Rows, Sizes, Values, Varying, columns, padded, rows
 from isopos.ops.linear.triton_config import TILE, config
 from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
 
@@ -31,7 +31,7 @@ LEAST = 4  # least chunks per segment: with fewer, states would move more bytes 
 Pair = Sequence[Tensor | None]  # denominators of the scan before and of this one, or none
 
 
-class Closed(NamedTuple):
+class TritonFeatures(NamedTuple):
     """Features that the kernels compute: phi, a reflection, then a table."""
 
     phi: str
@@ -40,7 +40,7 @@ class Closed(NamedTuple):
     normal: Tensor | None
 
     @classmethod
-    def of(cls, features: Features) -> "Closed | None":
+    def of(cls, features: Features) -> "TritonFeatures | None":
         """The closed form of features; None if the kernels do not compute them."""
         if not isinstance(features.phi, FeatureMap) or features.phi not in COMPILED or (closed := features.closed()) is None:
             return None
@@ -61,16 +61,16 @@ class Closed(NamedTuple):
         return found
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """Direction of a scan, and whether it leaves out the diagonal (`strict`), as the second of two directions does."""
 
     reverse: bool
     strict: bool
 
     @property
-    def back(self) -> "Way":
+    def back(self) -> "Direction":
         """The direction with targets and sources exchanged."""
-        return Way(not self.reverse, self.strict)
+        return Direction(not self.reverse, self.strict)
 
     @property
     def constants(self) -> dict[str, bool]:
@@ -121,13 +121,15 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-class Call:
+class KernelCall:
     """Arguments of the kernels for one problem; queries (0) or keys (1) are the targets."""
 
-    def __init__(self, sums: Sums, closed: Sequence[Closed]):
+    def __init__(self, sums: Sums, closed: Sequence[TritonFeatures]):
         self.sums, self.leading, self.closed = sums, sums.q.shape[:-2], closed
         self.every = not sums.causal and sums.g is None
-        self.ways = (Way(False, False),) if sums.causal or self.every else (Way(False, False), Way(True, True))
+        self.ways = (
+            (Direction(False, False),) if sums.causal or self.every else (Direction(False, False), Direction(True, True))
+        )
         self.denominator = "none" if sums.denominator is None else "plain" if sums.features[0].unrotated else "encoded"
         self.divide, self.precision = sums.denominator == "divide", _precision(*sums.inputs)
         width, values, doubled = sums.q.shape[-1], sums.v.shape[-1], closed[0].doubled
@@ -156,10 +158,10 @@ class Call:
         return self.sizes.features * self.sizes.columns
 
     @cached_property
-    def numbers(self) -> list[Numbers]:
+    def numbers(self) -> list[Varying]:
         """Numbers of queries and of keys."""
         inner = self.leading[-2] if len(self.leading) > 1 else 1
-        return [Numbers(x.shape[-2], inner, *self._cut(x.shape[-2])) for x in self.sums.inputs[:2]]
+        return [Varying(x.shape[-2], inner, *self._cut(x.shape[-2])) for x in self.sums.inputs[:2]]
 
     def _cut(self, length: int) -> tuple[int, int]:
         """Chunks per segment, and number of segments."""
@@ -237,7 +239,7 @@ class Call:
         launch(kernel, (self.leading.numel() * blocks, numbers.segments), *given, sizes, *numbers, **constants)
 
     def prefixes(
-        self, n: int, neg_grad: Tensor | None, values: Values, way: Way, first: Tensor | None = None
+        self, n: int, neg_grad: Tensor | None, values: Values, way: Direction, first: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """States of sources n before each segment (None if all are zero), and for a stream after the last segment.
 
@@ -264,7 +266,14 @@ class Call:
         return out, last
 
     def outputs(
-        self, n: int, values: Values, prefixes: Tensor | None, out: Tensor, pair: Pair, way: Way, low: Tensor | None = None
+        self,
+        n: int,
+        values: Values,
+        prefixes: Tensor | None,
+        out: Tensor,
+        pair: Pair,
+        way: Direction,
+        low: Tensor | None = None,
     ) -> None:
         """Write sums of targets n and denominators.
 
@@ -284,7 +293,7 @@ class Call:
             earlier = later
 
     def gradients(
-        self, n: int, neg_grad: Tensor | None, pair: Sequence[Values], prefixes: Tensor | None, sink: "_Sink", way: Way
+        self, n: int, neg_grad: Tensor | None, pair: Sequence[Values], prefixes: Tensor | None, sink: "_Sink", way: Direction
     ) -> None:
         """Write gradients of targets n. `pair`: values of queries and keys. The first part includes denominators."""
         constants = self.of_both(n, self.config.features, self.config.far_values) | way.constants
@@ -323,7 +332,7 @@ class Call:
 class _Sink:
     """Buffers for gradients of queries (0) or keys (1): of x, and of tensors of features that need a gradient."""
 
-    def __init__(self, call: Call, n: int, needs: Sequence[bool], *, decay: bool):
+    def __init__(self, call: KernelCall, n: int, needs: Sequence[bool], *, decay: bool):
         self.call, self.n, self.closed, self.decay = call, n, call.closed[n], decay
         x, self.tensors = call.sums.inputs[n], call.sums.features[n].tensors
         pairs = [*zip(self.tensors, needs, strict=True)]
@@ -338,7 +347,7 @@ class _Sink:
             shape = (*call.leading, x.shape[-2], self.closed.table.shape[-2:].numel())
             self.table = x.new_empty(shape, dtype=torch.float32)
 
-    def grads(self, way: Way) -> Grads:
+    def grads(self, way: Direction) -> Grads:
         """Destinations of the gradients of one launch."""
         call, numbers, normal, decay = self.call, self.call.numbers[self.n], None, None
         if self.needed[1]:
@@ -493,12 +502,12 @@ class Triton(Operator):
         return [*of_inputs, *decays, *of_tensors, *(None for _ in learned[2]), *(of_before for _ in first_states)]
 
 
-def _closed(sums: Sums) -> list[Closed]:
-    return [form for form in map(Closed.of, sums.features[:2]) if form is not None]
+def _closed(sums: Sums) -> list[TritonFeatures]:
+    return [form for form in map(TritonFeatures.of, sums.features[:2]) if form is not None]
 
 
-def _call(sums: Sums) -> Call:
-    return Call(sums, _closed(sums))
+def _call(sums: Sums) -> KernelCall:
+    return KernelCall(sums, _closed(sums))
 
 
 def _before(sums: Sums) -> tuple[Tensor, ...]:
@@ -515,7 +524,7 @@ def _refuses(sums: Sums) -> str:
         if isinstance(phi, FeatureMap) and phi not in COMPILED:
             known = ", ".join(phi.name for phi in COMPILED)
             return f"it does not know the feature map {phi.name!r}, only {known} of isopos.feature_maps"
-    of_q, of_k = Closed.of(queries), Closed.of(keys)
+    of_q, of_k = TritonFeatures.of(queries), TritonFeatures.of(keys)
     if of_q is None or of_k is None:
         return "it makes features by a reflection, then a rotation, a lift or a gather, and by no other maps"
     if any(f.kind == "gather" and f.normal is not None and f.normal.requires_grad for f in (of_q, of_k)):

@@ -47,7 +47,7 @@ class Grads(NamedTuple):
     end: Any = None  # as in `Inputs`
 
 
-class Numbers(NamedTuple):
+class Varying(NamedTuple):
     """Numbers of a launch that vary with lengths and batches."""
 
     length: int
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
     part: Any  # index of a launch: a part of features in `outputs`, of values in `gradients`; results are added
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """`Sizes`, and numbers for which Triton compiles no variant."""
 
     width: Any

@@ -19,7 +19,7 @@ from isopos.ops.linear.features import Sums
 
 MOST = 256  # plans; the oldest is forgotten
 SEEN, NONE = "seen", "no plan"
-PLANS: dict[Any, Any] = {}  # a `Plan`, SEEN once, or NONE
+PLANS: dict[Any, Any] = {}  # a `PassPlan`, SEEN once, or NONE
 _RECORDER: ContextVar["_Recorder | None"] = ContextVar("recorder", default=None)
 _ATEN = torch.ops.aten
 _MAKES = {_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default, _ATEN.new_empty.default}
@@ -59,7 +59,7 @@ def planned(key: Any, inputs: Sequence[Tensor], run: Callable[[], list[Tensor | 
     if key is None or counted():
         return run()
     plan = PLANS.get(key)
-    if isinstance(plan, Plan):
+    if isinstance(plan, PassPlan):
         return plan(inputs)
     if plan == SEEN:
         with _Recorder() as recorder:
@@ -73,7 +73,7 @@ def planned(key: Any, inputs: Sequence[Tensor], run: Callable[[], list[Tensor | 
     return run()
 
 
-class Plan(NamedTuple):
+class PassPlan(NamedTuple):
     """A recorded pass.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Recorder(TorchDispatchMode):
             rest = (constants[name] for name in kernel.arg_names[len(given) :])
             self.launches.append((compiled[*grid, *(1,) * (3 - len(grid))], (*given, *rest)))
 
-    def plan(self, inputs: Sequence[Tensor], results: list[Tensor | None]) -> Plan | None:
+    def plan(self, inputs: Sequence[Tensor], results: list[Tensor | None]) -> PassPlan | None:
         """The plan, or None if there were other operations, or tensors that are not whole inputs or allocations."""
         known: dict[int, int] = {}
         for n, x in enumerate((*inputs, *self.made)):
@@ -144,7 +144,9 @@ class _Recorder(TorchDispatchMode):
             return None
         pairs = ((x, tensors[n]) for x, n in zip(results, places, strict=True) if x is not None and n is not None)
         whole = all(x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype for x, y in pairs)
-        return Plan([(x.size(), x.stride(), x.dtype) for x in self.made], launches, places) if self.pure and whole else None
+        return (
+            PassPlan([(x.size(), x.stride(), x.dtype) for x in self.made], launches, places) if self.pure and whole else None
+        )
 
 
 def _maker(given: Any, known: dict[int, int], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:

@@ -15,14 +15,14 @@ from isopos.ops.library import flat
 from isopos.ops.linear.autograd import Backend, refuses_step
 from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
-from isopos.ops.linear.triton import Closed
+from isopos.ops.linear.triton import TritonFeatures
 
 TILE = 2048  # numbers of the sums that a program holds at a time
 WIDEST = 1024  # largest number of features per head
 MOST = (1 << 31) - 1  # rows without tables
 
 
-class Side(NamedTuple):
+class StepSide(NamedTuple):
     """Queries, keys or values with their feature map (phi, a reflection, then a table), as arguments of the kernel.
 
     `of_x` and so on are strides of samples, heads and tokens.
@@ -38,7 +38,7 @@ class Side(NamedTuple):
     of_mask: tuple[int, int, int] = (0, 0, 0)
 
 
-class Way(NamedTuple):
+class SideKind(NamedTuple):
     """Compile-time constants of a side."""
 
     phi: str
@@ -54,9 +54,9 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return sample, head, token
 
 
-def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
+def _side(features: Features, x: Tensor) -> tuple[StepSide, SideKind] | None:
     """The arguments and constants for features of x; None if the kernel does not compute them."""
-    closed = Closed.of(features)
+    closed = TritonFeatures.of(features)
     if closed is None or not closed.widths <= {x.shape[-1]} or features.dtype not in (None, torch.float32):
         return None
     table, normal, mask, x = closed.table, closed.normal, features.mask, flat(x)
@@ -67,15 +67,15 @@ def _side(features: Features, x: Tensor) -> tuple[Side, Way] | None:
         table = flat(table if closed.kind == "gather" else table.flatten(-2))
     normal = None if normal is None else flat(normal)
     strides = ((0, 0, 0) if a is None else _strides(a) for a in (x, table, normal, mask))
-    side = Side(x, table, normal, None if mask is None else mask.view(torch.uint8), *strides)
-    return side, Way(closed.phi, closed.kind, normal is not None, mask is not None)
+    side = StepSide(x, table, normal, None if mask is None else mask.view(torch.uint8), *strides)
+    return side, SideKind(closed.phi, closed.kind, normal is not None, mask is not None)
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """A checked step: all arguments of the kernel except sums and outputs."""
 
-    sides: tuple[Side, ...]
-    ways: tuple[Way, ...]
+    sides: tuple[StepSide, ...]
+    kinds: tuple[SideKind, ...]
     leading: torch.Size
     d: int  # features
     w: int  # numbers of x per head
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 
     def __call__(
         self,
-        sides: Sequence[Side],
+        sides: Sequence[StepSide],
         before: Sequence[Tensor],
         after: Sequence[Tensor],
         weights: Tensor | None,
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
         denominators = out.new_empty(self.leading, dtype=torch.float32) if self.denominated and counted() else None
         power, values = 1 << (self.w - 1).bit_length(), 1 << (self.e - 1).bit_length()
         across = self.leading.numel()
-        ways = {f"OF_{name}": tuple(way) for name, way in zip("QKV", self.ways, strict=True)}
+        kinds = {f"OF_{name}": tuple(kind) for name, kind in zip("QKV", self.kinds, strict=True)}
         with torch.cuda.device_of(out):
             step[(across,)](
                 *sides,
@@ -127,7 +127,7 @@ class Plan(NamedTuple):
                 E=self.e,
                 EP=values,
                 C=max(1, min(1 << (self.d - 1).bit_length(), TILE // values)),
-                **ways,
+                **kinds,
                 DECAYS=weights is not None,
                 DENOMINATED=self.denominated,
                 UNROTATED=self.unrotated,
@@ -145,7 +145,7 @@ class Step(Backend):
     def serves(self, sums: Sums) -> str:
         return self._plan(sums)[1]
 
-    def _plan(self, sums: Sums) -> tuple[Plan | None, str]:
+    def _plan(self, sums: Sums) -> tuple[StepPlan | None, str]:
         if why := refuses_step(sums) or gpu.unreadable("step", *sums.tensors):
             return None, why
         (q, k, v), stream = sums.inputs, sums.stream
@@ -163,10 +163,10 @@ class Step(Backend):
             or any(x.dtype == torch.float64 for x in sums.inputs)
         ):
             return None, "a step makes features in closed form, of float32, bfloat16 or float16"
-        sides, ways = zip(*known, strict=True)
-        doubled = [2 if way.kind == "lift" else 1 for way in ways]
+        sides, kinds = zip(*known, strict=True)
+        doubled = [2 if own.kind == "lift" else 1 for own in kinds]
         unrotated, denominated = sums.features[0].unrotated, sums.denominator is not None
-        plan = Plan(sides, ways, torch.Size(leading), width * doubled[0], width, e, unrotated, denominated)
+        plan = StepPlan(sides, kinds, torch.Size(leading), width * doubled[0], width, e, unrotated, denominated)
         fit = [tuple(x.shape) for x in stream.sums if x.is_contiguous() and x.dtype == torch.float32] == plan.shapes
         if doubled[0] != doubled[1] or not fit:
             return None, f"a step needs contiguous float32 sums {plan.shapes}, for queries and keys alike"
@@ -203,9 +203,9 @@ class TritonSteps:
 
     def __init__(self, sums: Sums):
         assert sums.stream is not None
-        self.plan: Plan = sums.notes["plan"]
+        self.plan: StepPlan = sums.notes["plan"]
         self.sums, self.inputs, self.weights = sums.stream.sums, sums.inputs, None
-        self.sides: tuple[Side, ...] = (Side(None), Side(None), self.plan.sides[2])
+        self.sides: tuple[StepSide, ...] = (StepSide(None), StepSide(None), self.plan.sides[2])
         self.rows = torch.zeros(self.plan.leading.numel(), dtype=torch.int32, device=sums.q.device)
         self.row, self.length = 0, MOST  # the number in `rows`, and how many rows there are
 

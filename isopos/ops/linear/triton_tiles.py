@@ -8,7 +8,7 @@ them as (x_0 cos, x_0 sin, x_1 cos, ...), which only states show.
 
 from isopos.ops.gpu import language
 from isopos.ops.linear.division import EPS
-from isopos.ops.linear.triton_arguments import Shape
+from isopos.ops.linear.triton_arguments import LaunchShape
 
 jit, tl = language()
 FLOOR = tl.constexpr(EPS)  # of denominators
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def shape_of(sizes, blocks, length, inner, chunks, segments, states):
     """All sizes of a launch; Triton specialises all numbers inside of a tuple, so these arrive as separate arguments."""
     width, features, columns, feature_sum, heads, _, part = sizes
-    return Shape(width, features, columns, feature_sum, heads, blocks, part, length, inner, chunks, segments, states)
+    return LaunchShape(width, features, columns, feature_sum, heads, blocks, part, length, inner, chunks, segments, states)
 
 
 @jit
