@@ -90,6 +90,18 @@ def test_lengths_compile_twice_at_most(passes):
     assert passes == ["_forward"] * 4
 
 
+def test_inductor_compiles_all_lengths_once(passes):
+    """With gradients; one segment, and several."""
+    attend = torch.compile(linear_attention, fullgraph=True, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for t in (20, 5, 70):
+        given = {"decay": -torch.arange(t, dtype=torch.float64)[None] / 9, "causal": True}
+        *inputs, grad = drawn(*[(1, 1, t, D)] * 4)
+        near(with_gradients(inputs, torch.float32, given, grad, attend), by_definition(inputs, given, grad))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert passes == ["_forward", "_backward"] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "t", "learns"),
     [
