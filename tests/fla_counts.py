@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -146,6 +147,8 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=ARCH, choices=(90, 100))
     parser.add_argument("--launches", action="store_true", help="print each launch")
     given = parser.parse_args()
+    if find_spec("fla") is None:
+        parser.error("fla is not installed: pip install --no-deps fla-core einops")
     print("| decay | d | kernels of | launches | forward | backward | total | bytes | registers | spilled, bytes |")
     print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     tokens = BATCH * HEADS * TOKENS
