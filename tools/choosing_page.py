@@ -68,7 +68,12 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
     ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",)}),
     ("listops", "Which one for nested expressions, read as a sequence?", "", {"lrpe-4": ("ListOps",)}),
-    ("images", "Which one for images?", "", {"newer-images": ("held out",), "ape-3": ("@300 test",)}),
+    (
+        "images",
+        "Which one for images?",
+        "",
+        {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
+    ),
     (
         "images",
         "Which one for images whose content moves after training?",
