@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from fake_gpu import ARCH, SHARED, Gpu, fake_gpu
 from torch import Tensor
-from triton_aot import _dumped, started
+from triton_aot import dumped, of_a_thread, started
 from triton_counts import by_name, loop_of, loops_of
 
 from isopos import linear_attention, sequence
@@ -99,12 +99,11 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 @cache
 def _executed(binary: bytes, trips: int) -> tuple[int, int, int]:
     """Instructions of a warp that runs through its loop so often; registers and spilled bytes of a thread."""
-    text, used = _dumped(binary, "-sass"), _dumped(binary, "--dump-resource-usage")
+    text = dumped(binary, "-sass")
     code = by_name(re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^/]*?)\s*;", text)).total()
     loops = [by_name(said for _, said in loop).total() for loop in loops_of(text)]
     once = code - sum(n for n in loops if 3 * n > max(loops))
-    registers, stack, local = (int(found) for found in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", used))
-    return once + trips * loop_of(text).total(), registers, stack + local
+    return once + trips * loop_of(text).total(), *of_a_thread(binary)
 
 
 def _by_isopos(q: Tensor, k: Tensor, v: Tensor, decayed: bool) -> Tensor:

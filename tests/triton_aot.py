@@ -64,7 +64,7 @@ def disassembled(
 ) -> tuple[Resources, str]:
     """Resources and machine code of a kernel, with the arguments of `compiled`."""
     found = _compiled(kernel, signature, constexprs, arch, **options)
-    return _resources(found), _dumped(found.asm["cubin"], "-sass")
+    return _resources(found), dumped(found.asm["cubin"], "-sass")
 
 
 def assembly(kernel: str, signature: Mapping[str, Any], constexprs: Mapping[str, Any], arch: int, **options: Any) -> str:
@@ -124,13 +124,18 @@ def _bare(given: Any) -> Any:
 
 
 def _resources(found: Any) -> Resources:
-    """Shared memory, registers, and bytes of the stack, where spills go."""
-    said = _dumped(found.asm["cubin"], "--dump-resource-usage")
+    """Shared memory of a block, and what a thread has."""
+    return Resources(found.metadata.shared, *of_a_thread(found.asm["cubin"]))
+
+
+def of_a_thread(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack, where spills go."""
+    said = dumped(cubin, "--dump-resource-usage")
     registers, stack, local = (int(found) for found in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", said))
-    return Resources(found.metadata.shared, registers, stack + local)
+    return registers, stack + local
 
 
-def _dumped(cubin: bytes, option: str) -> str:
+def dumped(cubin: bytes, option: str) -> str:
     """What cuobjdump prints of a cubin."""
     import triton
 
