@@ -97,7 +97,6 @@ def guesses(known, classes, unknown):
     ("side", "dashes", "distractors", "pairs", "most"),
     [
         (24, 12, 0, 100, 0.6),
-        pytest.param(24, 12, 0, 400, 0.58, marks=pytest.mark.slow),
         pytest.param(32, 14, 5, 250, 0.59, marks=pytest.mark.slow),
     ],
 )
