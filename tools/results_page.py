@@ -60,8 +60,13 @@ class ResultTable:
         return _seed_count(self.notes)
 
     def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
-        """Names of rows, the best in a column first."""
-        return sorted(figures, key=lambda row: figures[row] * self.sign(column))
+        """Names of rows, the best in a column first; of equal figures by the means over seeds, which have more digits."""
+        by_seed, sign = self.by_seed.get(column, {}), self.sign(column)
+
+        def key(row: str) -> tuple[float, float]:
+            return sign * figures[row], sign * statistics.fmean(by_seed[row].values()) if row in by_seed else 0.0
+
+        return sorted(figures, key=key)
 
     def sign(self, column: str) -> int:
         """1 if lower figures of a column are better, else -1."""
