@@ -93,9 +93,9 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ("transduction", "Which one to copy, reverse or repeat a sequence?", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (
         "tree-transduction",
-        "Which one to copy, mirror or reduce trees?",
+        "Which one to copy, mirror or reduce trees, or to take them apart?",
         "",
-        {"ape-2": ("Copy, depth", "Reorder, depth", "C3, depth")},
+        {"ape-2": ("Copy, depth", "Reorder, depth", "C3, depth", "TreeOps, depth")},
     ),
 )
 
