@@ -114,13 +114,15 @@ def lengths_share_graphs(module, marked=False, **options):
     compiled = torch.compile(module, fullgraph=True, backend=counter, **options)
     for t in (3, 64, 65, 130):
         *qkv, x = arguments = module.inputs(t)
-        for tensor, axis in [*zip(qkv, (2, 2, 2), strict=True), (x, 0)] if marked else ():
-            torch._dynamo.mark_dynamic(tensor, axis)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
+            for tensor in qkv:
+                torch._dynamo.mark_dynamic(tensor, 2)
         close(compiled(*arguments), module(*arguments))
     assert counter.graphs <= (1 if marked else 2)
 
 
-def retained(case, kind, ways):
+def with_decay(case, kind, ways):
     """A scheme with its attention, and with a decay unless it has none or one of its own."""
     decays = case.decays(kind) and case.name != "fox"
     return Attend(case, kind, ways, **({"decay": "retnet"} if decays else {}))
@@ -128,7 +130,7 @@ def retained(case, kind, ways):
 
 @parametrized((FIRST[name], kind, FIRST[name].ways, True) for name in SUMMED for kind in FIRST[name].kinds)
 def test_lengths_share_graphs(case, kind, ways):
-    lengths_share_graphs(retained(case, kind, ways))
+    lengths_share_graphs(with_decay(case, kind, ways))
 
 
 def of_lengths():
@@ -139,7 +141,7 @@ def of_lengths():
 
 @parametrized(of_lengths())
 def test_marked_lengths_share_a_graph(case, kind, ways):
-    lengths_share_graphs(retained(case, kind, ways), marked=True)
+    lengths_share_graphs(with_decay(case, kind, ways), marked=True)
 
 
 def test_lengths_share_graphs_when_every_size_is_dynamic():
