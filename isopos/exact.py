@@ -106,7 +106,13 @@ def once(name: str, instead: str) -> None:
         raise RuntimeError(f"{name}: expected no create_graph=True, got it; for more derivatives use {instead}")
 
 
-@torch.compiler.assume_constant_result  # PyTorch 2.11 cannot trace it
+def constant_when_compiled(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result` without its import of the compiler, which takes seconds."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_when_compiled  # PyTorch 2.11 cannot trace it
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isopos.exact import is_exporting
+from isopos.exact import constant_when_compiled, is_exporting
 from isopos.ops import trust
 from isopos.ops.library import PLAIN, watched
 
@@ -22,13 +22,7 @@ OPERATORS = ("attention",)  # which are registered operators, that compiled code
 INPUTS = {"attention": 3, "step": 3}  # number of tensors whose dtype matters; of other operations it is the first
 
 
-def _constant(function: Any) -> Any:
-    """`torch.compiler.assume_constant_result`, without importing the compiler, which calls it once and keeps the result."""
-    function._dynamo_marked_constant = True
-    return function
-
-
-@_constant
+@constant_when_compiled
 def interpreted() -> bool:
     """Whether Triton interprets kernels on a CPU, for tests (TRITON_INTERPRET=1, read when triton is imported)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,7 +53,7 @@ def _off(operation: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) 
     return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
 
 
-@_constant
+@constant_when_compiled
 def _missing(operation: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Why kernels are off or not there, or ""."""
     return _off(operation, device, dtypes) or _absent()

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from isopos.exact import full_precision
+from isopos.exact import constant_when_compiled, full_precision
 from isopos.feature_maps import COMPILED, FeatureMap
 from isopos.ops import library
 from isopos.ops.linear.autograd import Kernel, needs, operands
@@ -133,7 +133,7 @@ def problem(tensors: Sequence[Tensor], form: str, places: Sequence[int]) -> Sums
     return Sums(q, k, v, tuple(features), g, causal, denominator, segmented=segmented)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def installed() -> bool:
     """Whether the library of C kernels is installed, as compiled code keeps it."""
     return bool(library.libraries()[0])
