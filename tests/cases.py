@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isopos import bases, encodings, feature_maps, generators, models, schemes
+from isopos import bases, encodings, feature_maps, generators, schemes
 from isopos.attention import linear_attention, reference, softmax_attention
 from isopos.decays import Decay, retnet_rates
 from isopos.encodings import Encoding, rope_frequencies
@@ -167,22 +167,6 @@ def stream(scheme: schemes.Scheme, content: Sequence[Tensor], x: Tensor, cuts: S
         out, state = ATTENTION[scheme.attention](q, k, v, **at, **parts, causal=True, return_state=True)
         outputs.append(out)
     return torch.cat(outputs, -2), state
-
-
-def check_decoder(scheme: schemes.Scheme, t: int) -> None:
-    """Assert that a decoder learns the scheme, and that states and `steps` give the logits of t tokens after 5."""
-    model, tokens = perturb(models.Decoder(11, HEAD_DIM * HEADS, 2, scheme)), torch.randint(11, (2, t))
-    whole = model(tokens)
-    whole.square().sum().backward()
-    assert all(p.grad.any() for p in scheme.parameters())
-    with torch.no_grad():
-        _, state = model.prefill(tokens[:, :5])
-        steps = model.steps(state)
-        for n in range(5, t):
-            logits, state = model.step(tokens[:, n], state)
-            close(logits, whole[:, n])
-            close(steps(tokens[:, n]), whole[:, n])
-    assert steps.length == t
 
 
 def _learned_decay() -> Decay:

@@ -110,22 +110,6 @@ def test_ctrl_c_leaves_a_report_of_what_is_finished(isopos, tmp_path, monkeypatc
     assert not json.loads((tmp_path / "runs" / "one" / "comparison.json").read_text())["complete"]
 
 
-def test_an_interrupted_overwrite_keeps_what_was_finished(isopos, tmp_path, monkeypatch):
-    arguments = ["compare", "--schemes", "none", "--name", "one", *TINY]
-    assert isopos(*arguments)[0] == 0
-    before = (tmp_path / "runs" / "one" / "report.html").read_text()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "train", interrupted)
-    code, out, _ = isopos(*arguments, "--overwrite")
-    assert code == 130
-    assert "is unchanged" in out
-    assert (tmp_path / "runs" / "one" / "report.html").read_text() == before
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [".one.lock", "one"]
-
-
 def test_a_scheme_that_diverges_does_not_stop_the_others(isopos, tmp_path, monkeypatch):
     import torch
 
@@ -282,8 +266,7 @@ def _interrupted_in(monkeypatch, scheme):
     monkeypatch.setattr(training, "train", train)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_complete_comparison_survives_kills_and_interruptions(isopos, tmp_path, monkeypatch, killed):
     """Replacements are killed, interrupted in the second run, or interrupted in the first run."""
     folder, arguments = tmp_path / "runs" / "one", ["compare", "--schemes", "none,rope", "--name", "one", *TINY]

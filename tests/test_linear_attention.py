@@ -147,16 +147,6 @@ def test_causal_cross_attention_aligns_the_last_tokens(attention, decayed, t, s)
     assert (out[..., : max(t - s, 0), :] == 0).all()
 
 
-@both
-@each(("t", "s"), [(3, 100), (100, 3)])
-def test_bidirectional_cross_attention(attention, t, s):
-    leaves = with_edges(*inputs(2, t=t, s=s, e=3, requires_grad=True))
-    x, y = ascending(2, t), ascending(2, s)
-    arguments = {"isometry": (rotary(x=x), rotary(x=y)), "mask": torch.rand(2, s) < 0.8}
-    arguments |= {"feature_map": elu1} if attention is linear_attention else {}
-    same_everywhere(attention(*leaves, **arguments), definition_of(attention)(*leaves, **arguments), leaves)
-
-
 @given(st.data())
 def test_any_shape(data):
     draw = data.draw
@@ -278,20 +268,6 @@ def test_layouts_and_leading_axes(attention, causal):
     close(attention(q, k[:1], v[:1], **arguments), attention(q, k[:1].expand_as(k), v[:1].expand_as(v), **arguments))
 
 
-@causality
-@both
-def test_samples_and_heads_do_not_see_each_other(attention, causal):
-    t = 70
-    arguments = {"isometry": rotary(t), "decay": decay(t), "causal": causal}
-    q, k, v = inputs(3, t=t)
-    before = attention(q, k, v, **arguments)
-    for x in (q, k, v):
-        x[1, 0] = 1e3 * torch.randn_like(x[1, 0])
-    after = attention(q, k, v, **arguments)
-    changed = (before != after).flatten(2).any(-1)
-    assert changed.nonzero().tolist() == [[1, 0]]
-
-
 @both
 @each("cut", [1, 50, 64, 69])
 def test_causality_bit_for_bit(attention, cut):
@@ -305,30 +281,6 @@ def test_causality_bit_for_bit(attention, cut):
     assert not torch.equal(attention(*later, **arguments), before)
     for grad in torch.autograd.grad(before[..., :cut, :].square().sum(), leaves):
         assert (grad[..., cut:, :] == 0).all()
-
-
-def test_zero_decay_is_none():
-    t = 70
-    q, k, v = inputs(2, t=t)
-    for causal in (True, False):
-        for attention in (linear_attention, softmax_attention):
-            zero = Decay(torch.zeros(HEADS))(sequence(t))
-            close(attention(q, k, v, decay=zero, causal=causal), attention(q, k, v, causal=causal))
-
-
-@causality
-@both
-def test_whole_attention_does_not_see_a_shift(attention, causal):
-    t = 70
-    q, k, v = inputs(2, t=t)
-    x, shift = ascending(2, t), torch.tensor([10**6, -(10**4)])[:, None, None]
-
-    def attend(x):
-        return attention(q.exp(), k.exp(), v, isometry=rotary(x=x), decay=decay(x=x), causal=causal)
-
-    expected = attend(x)
-    close(attend(x + shift), expected, roundings=1e7)  # angles of a million are rounded to 1e-10
-    assert not torch.allclose(attend(2 * x), expected)
 
 
 # Range

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ATTENTION, HEAD_DIM, HEADS, check_decoder, close, gradients, inputs, perturb, stream
+from cases import ATTENTION, HEAD_DIM, HEADS, close, gradients, inputs, perturb, stream
 
 import isopos
 from isopos import encodings, laws, models, schemes
@@ -192,12 +192,6 @@ def test_steps_of_query_heads_that_share_a_key(name, kind):
     four, (q, _, _), (_, k, v) = perturb(four), inputs(2, t=T, heads=4), inputs(2, t=T, heads=2)
     many = [x.repeat_interleave(2, 1) for x in (k, v)]
     close(four(q, k, v, sequence(T), causal=True), four(q, *many, sequence(T), causal=True))
-
-
-@both
-@every
-def test_a_decoder_reads_and_writes_streams(name, kind):
-    check_decoder(made(name, kind), T)
 
 
 def test_steps_go_the_long_way_in_float32():

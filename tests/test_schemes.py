@@ -29,7 +29,6 @@ from cases import (
     named,
     ordered,
     over_rows,
-    parents_first,
     perturb,
     quadratic,
     same_everywhere,
@@ -128,21 +127,6 @@ def test_linear_attention_is_quadratic(monkeypatch, case, kind, shape):
     same_everywhere(out, slow, [*leaves, *scheme.encoding.parameters()], 1000 * TOLERANCE)  # some denominators almost vanish
 
 
-@over_structures(lambda case, kind: kind == "linear" and not {"decay", "denominator"} & set(case.options))
-def test_denominator_and_decay_are_independent_axes(case, kind):
-    for denominator in case.denominators:
-        for decay in ("none", "retnet", "permuteformer") if case.decays("linear") else ("none",):
-            scheme = made(case, denominator=denominator, decay=decay)
-            assert scheme.choices | {"denominator": denominator, "decay": decay} == scheme.choices
-            leaves = inputs_of(scheme, 2, t=9)
-            arguments = at(scheme, case.positions(2, t=9))
-            assert arguments["denominator"] == (None if denominator == "none" else denominator)
-            assert (arguments["decay"] is None) == (decay == "none")
-            for causal in case.ways:
-                out, slow = (f(*leaves, **arguments, causal=causal) for f in (linear_attention, quadratic))
-                close(out, slow, roundings=1000 * TOLERANCE)
-
-
 # Laws
 
 
@@ -190,24 +174,6 @@ def test_direction(case):
     q, k, _ = inputs_of(scheme, 1, t=9)
     forward, backward = scores_of(scheme, q, k, (x, y), (y, x))
     assert torch.allclose(forward, backward) != case.directed
-
-
-@over_covering()
-def test_samples_have_separate_positions(case, kind):
-    scheme, x = made(case, kind), case.positions(3, t=9)
-    content = inputs_of(scheme, 3, t=9)
-    together = attend(scheme, *content, x, causal=True)
-    for n in range(3):
-        close(together[n : n + 1], attend(scheme, *(a[n : n + 1] for a in content), x[n], causal=True))
-
-
-@over_covering()
-def test_a_prefix_keeps_its_outputs(case, kind):
-    scheme = made(case, kind)
-    x = parents_first(scheme.group, case.positions(2, t=30))  # so that a prefix is a tree
-    content = inputs_of(scheme, 2, t=30)
-    whole = attend(scheme, *content, x, causal=True)
-    close(attend(scheme, *(a[..., :11, :] for a in content), x[..., :11, :], causal=True), whole[..., :11, :])
 
 
 @every

@@ -60,11 +60,6 @@ def test_what_must_not_be_left_half_done_is_done_first(number):
         assert signals.pending() == number
 
 
-def test_outside_of_commands_none_is_kept():
-    signals.remember(signal.SIGINT)
-    assert not signals.pending()
-
-
 def _before_the_second(monkeypatch, act):
     """Run an action in a comparison before its second run."""
     original = training.train

@@ -56,15 +56,6 @@ def after(content, x, start):
 # Any cuts
 
 
-@every
-def test_prefill_at_every_split(case, kind):
-    for t in (1, 4):
-        scheme, content, x = made(case, kind, 2, t=t)
-        expected = whole(scheme, content, x)
-        for split in range(t + 1):
-            close(stream(scheme, content, x, (0, split, t))[0], expected, roundings=SLACK)
-
-
 @given(st.data())
 def test_any_cuts_masks_and_shapes(data):
     draw = data.draw

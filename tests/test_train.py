@@ -42,12 +42,6 @@ def test_a_run_learns_and_its_folder_is_complete(source, tmp_path):
     )
 
 
-def test_runs_repeat_bit_for_bit(source, tmp_path):
-    for name in ("a", "b"):
-        train.train(TINY, source, tmp_path / name, lambda *row: None)
-    assert _losses(tmp_path / "a") == _losses(tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     "scheme", ["sinusoidal", "rope", "lrpe-orthogonal:learned=true", "learned", "permuteformer", "ape-sequence"]
 )
