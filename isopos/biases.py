@@ -324,7 +324,7 @@ def _offset_term(
 ) -> Indexed | Offsets:
     """A term with the buckets of all pairs, or with one bucket per offset; offsets beyond the last start share a bucket."""
     if not _can_be_lazy(x, y):
-        return Indexed(table, side, bucket((y[..., None, :, 0] - x[..., :, None, 0]).long()))
+        return Indexed(table, side, bucket(y.long()[..., None, :, 0] - x.long()[..., :, None, 0]))
     largest = int(starts[-1])
     return Offsets(table, side, x, y, bucket(torch.arange(-largest, largest + 1, device=x.device)))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isopos.catalog import at_least
 from isopos.deprecation import renamed
-from isopos.encodings import Coupling, Encoding
+from isopos.encodings import Coupling, Encoding, rescaled_parts, shortest
 from isopos.exact import cast_down, constant, is_exporting, to_float64
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
@@ -108,7 +108,7 @@ class Jordan(Contragredient):
             parts.append(Scaling(cast_down(factor, dtype, x.device)))
         if self.order > 1:
             steps = (sign / self.length * to_float64(x))[..., None, :, :]
-            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, dual))
+            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, self.features // self.order, dual))
         first, *others = parts or [Identity()]
         for part in others:
             first = Composed(first, part)
@@ -174,7 +174,7 @@ class ContragredientSum(Contragredient):
         self.widths = tuple(part.features for part in parts)
         self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
         self.features = self.out_features = sum(self.widths)
-        self.max_length = min((part.max_length for part in parts if part.max_length is not None), default=None)
+        self.max_length = shortest(parts)
         self.is_causal = any(part.is_causal for part in parts)
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
@@ -182,3 +182,10 @@ class ContragredientSum(Contragredient):
         parts = [part for part in self.parts if isinstance(part, Coupling)]
         sides = (part.query if dual else part.key for part in parts)
         return Blocks(tuple(side(a, dtype) for side, a in zip(sides, columns, strict=True)), self.widths)
+
+    @property
+    def all_extensible(self) -> bool:
+        return all(part.all_extensible for part in self.parts)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        return rescaled_parts(self.parts, rho, factor)

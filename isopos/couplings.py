@@ -64,9 +64,17 @@ class Absolute(_Sided):
             raise ValueError(f"side: expected query or key, got {side!r}")
         self.encoding, self.side = encoding, side
         self.group, self.features, self.out_features = encoding.group, encoding.features, encoding.out_features
+        self.max_length = encoding.max_length
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
+
+    @property
+    def all_extensible(self) -> bool:
+        return self.encoding.all_extensible
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        return self.encoding.rescaled(rho, factor)
 
 
 class Constrained(Coupling):
@@ -237,6 +245,7 @@ class Adapted(_Sided):
             raise ValueError(f"encoding: expected one that returns as many features as it takes, got {got}")
         self.encoding, self.dual, self.group = encoding, dual, encoding.group
         self.features = self.out_features = encoding.features
+        self.max_length = encoding.max_length
         zero = torch.zeros(heads, 2, self.features, self.features, device="cpu", dtype=torch.float64)
         self.parametrise("generator", zero, learned=True)  # [h 2 d d]: B and C
         self.stretch = Weight(zero[:, 0, 0])  # [h d]: r
@@ -246,6 +255,14 @@ class Adapted(_Sided):
         sign = -1 if self.dual and side == "key" else 1  # A^-T = U diag(1 / s) V^T
         scale = torch.exp(sign * to_float64(self.stretch.parameter, x.device))
         return Composed(LinearMap(cast_down((u * scale[:, None]) @ v.mT, dtype, x.device)), self.encoding(x, dtype))
+
+    @property
+    def all_extensible(self) -> bool:
+        return self.encoding.all_extensible
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        assert isinstance(rho, Composed)
+        return Composed(rho.first, self.encoding.rescaled(rho.second, factor))
 
 
 class Lie(_Sided):

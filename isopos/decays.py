@@ -26,8 +26,8 @@ class Decay(ExactModule):
     def __init__(self, rate: Tensor, *, learned: bool = False):
         super().__init__()
         least = "positive" if learned else "not negative"
-        if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all():
-            raise ValueError(f"rate: expected [h], {least}, got {rate.tolist()}")
+        if rate.ndim != 1 or not (rate > 0 if learned else rate >= 0).all() or not rate.isfinite().all():
+            raise ValueError(f"rate: expected [h], finite and {least}, got {rate.tolist()}")
         self.initial_rate = constant(rate)
         self.parametrise("log_rate", self.initial_rate.log(), learned=learned)
 

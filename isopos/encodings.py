@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from isopos.bases import Basis
 from isopos.catalog import expect
 from isopos.exact import ExactModule, cast_down, constant, to_float64
 from isopos.lengths import Extension
-from isopos.maps import BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
+from isopos.maps import Blocks, BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
 from isopos.ops.rotate import narrow_index, rotations, skew_exponential
 from isopos.ops.spectrum import check_spectrum, spectrum
 from isopos.ops.tree import path
@@ -48,7 +48,7 @@ class Coupling(ExactModule, ABC):
     is_random: bool = False  # whether it is relative in expectation only
     alike: bool = False  # whether queries and keys have the same map
     weaker_law: str = ""  # the law that holds if scores are not relative
-    is_causal: bool = False  # whether it needs causal attention: weights of later keys grow
+    is_causal: bool = False  # whether it is meant for causal attention: weights of later keys grow
     extensible: bool = False  # whether it has frequencies that an extension may change
     extension: Extension | None = None  # changes frequencies for sequences longer than in training
 
@@ -68,6 +68,15 @@ class Coupling(ExactModule, ABC):
     def extended(self, frequency: Tensor) -> Tensor:
         """Frequencies ``[h c f]`` after its extension."""
         return frequency if self.extension is None else self.extension(to_float64(frequency))
+
+    @property
+    def all_extensible(self) -> bool:
+        """Whether an extension changes the frequencies of all features."""
+        return self.extensible
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        """Its map rho with the features multiplied whose frequencies an extension changes."""
+        return maps.rescaled(rho, factor) if self.extensible else rho
 
     def refusal(self, rule: Extension) -> str:
         """The reason why a rule does not apply to its frequencies, or ""."""
@@ -189,15 +198,18 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles are float64; their cosines and sines are rounded once to `dtype`."""
         self.group.check(x)
-        self._check_length(x)
+        self.check_length(x)
         return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
-    def _check_length(self, x: Tensor) -> None:
-        """ValueError for positions beyond `max_length`; no check in a compiler or on a GPU, where it would synchronise."""
-        limit = self.max_length
-        if limit is None or torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+    def check_length(self, *xs: Tensor) -> None:
+        """ValueError for positions of queries and keys beyond `max_length`, or as far apart.
+
+        No check in a compiler or on a GPU, where it would synchronise.
+        """
+        limit, xs = self.max_length, tuple(x for x in xs if x.numel())
+        if limit is None or torch.compiler.is_compiling() or not xs or any(x.device.type != "cpu" for x in xs):
             return
-        low, high = x.min().item(), x.max().item()
+        low, high = min(x.min().item() for x in xs), max(x.max().item() for x in xs)
         if max(high - low, high, -low) >= limit:
             raise ValueError(
                 f"positions: expected magnitudes and offsets below {limit}, from which on weights are negative, "
@@ -437,8 +449,18 @@ class InBasis(Encoding):
         self.order, self.is_lift, self.is_paired = encoding.order, encoding.is_lift, basis.widening == 2
         self.group, self.features, self.out_features = encoding.group, basis.features, encoding.out_features
 
+        self.max_length = encoding.max_length
+
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         return Chain(self.basis(x.device, dtype), self.encoding(x, dtype))
+
+    @property
+    def all_extensible(self) -> bool:
+        return self.encoding.all_extensible
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        assert isinstance(rho, Chain)
+        return maps.composed(rho.first, self.encoding.rescaled(rho.second, factor))
 
 
 class DirectSum(Encoding):
@@ -467,12 +489,20 @@ class DirectSum(Encoding):
         self.order = math.inf if math.inf in orders else math.lcm(*map(int, orders))
         self.group = parts[0].group if shared else Product(tuple(part.group for part in parts))
         self.features, self.out_features = sum(self.widths), sum(self.returned)
+        self.max_length = shortest(parts)
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
         parts = tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True))
         return BlockSum(parts, self.widths, self.returned)
+
+    @property
+    def all_extensible(self) -> bool:
+        return all(part.all_extensible for part in self.parts)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        return rescaled_parts(self.parts, rho, factor)
 
 
 class Partial(Encoding):
@@ -490,7 +520,23 @@ class Partial(Encoding):
             raise ValueError(f"features: expected at least {encoding.features} as the encoding, got {features}")
         self.encoding, self.group, self.order = encoding, encoding.group, encoding.order
         self.features, self.out_features = features, encoding.out_features + self.rest
+        self.max_length = encoding.max_length
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         inner, rest = self.encoding, self.rest
         return BlockSum((inner(x, dtype), maps.Identity()), (inner.features, rest), (inner.out_features, rest))
+
+    def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
+        return rescaled_parts((self.encoding, None), rho, factor)
+
+
+def shortest(parts: Iterable[Coupling]) -> int | None:
+    """The smallest `max_length` of several."""
+    return min((part.max_length for part in parts if part.max_length is not None), default=None)
+
+
+def rescaled_parts(parts: Iterable[Any], rho: TokenMap, factor: float) -> TokenMap:
+    """`Coupling.rescaled` of couplings side by side, of which None has nothing to rescale."""
+    assert isinstance(rho, BlockSum | Blocks)
+    each = (inner if part is None else part.rescaled(inner, factor) for part, inner in zip(parts, rho.parts, strict=True))
+    return maps.side_by_side(tuple(each), rho.widths, rho.returned)

@@ -73,7 +73,7 @@ class ExactModule(nn.Module):
     @property
     def parameter(self) -> Tensor:
         """The value registered by `parametrise`: the parameter, or the constant."""
-        parameter = self._parameters[self.parameter_name]
+        parameter = getattr(self, self.parameter_name)  # which a parametrisation or a replica may hold elsewhere
         return self.initial if parameter is None else parameter
 
     def reset_parameters(self) -> None:
@@ -127,6 +127,12 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 def is_exporting() -> bool:
     """`torch.compiler.is_exporting()`, which PyTorch 2.11 compiles to True outside exports, too."""
     return torch.compiler._is_exporting_flag
+
+
+def appended(before: Tensor, after: Tensor) -> Tensor:
+    """Rows ``[... t d]`` of two tensors, one after the other; the axes in front broadcast."""
+    shape = broadcast(before.shape[:-2], after.shape[:-2])
+    return torch.cat([x.expand(*shape, *x.shape[-2:]) for x in (before, after)], -2)
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

@@ -125,6 +125,8 @@ def frames(
         raise ValueError(f"spacing: expected a positive number of steps from one frame to the next, got {spacing}")
     if layout == "corners" and spacing != 1:
         raise ValueError(f"spacing: expected 1 with layout corners, whose frames follow each other, got {spacing}")
+    if not math.isfinite(start):
+        raise ValueError(f"start: expected the position of the first token, got {start}")
     whole = float(spacing).is_integer() and float(start).is_integer()
     dtype, step = (torch.int64, int(spacing)) if whole else (torch.float64, float(spacing))
     columns, at, pieces = COLUMNS[layout], int(start) if whole else float(start), []

@@ -38,7 +38,7 @@ class Extension(ABC):
     """A rule for sequences `factor` times as long as the `trained` positions.
 
     Args:
-        factor: s, at least 1; 1 changes nothing.
+        factor: s, at least 1; with 1 most rules change nothing ("drop" and "longrope" may).
         trained: L, number of positions in training, on each axis; linear and dynamic do not need it.
     """
 
@@ -83,7 +83,7 @@ class Extension(ABC):
 
     @abstractmethod
     def share(self, speed: Tensor) -> Tensor:
-        """Factors of at most 1 for speeds ``[h 1 f]`` in radians per step."""
+        """Factors for speeds ``[h 1 f]`` in radians per step."""
 
     @property
     def attention_factor(self) -> float:

@@ -177,17 +177,15 @@ class TokenMap(ABC):
             values[name] = changed(values[name])
         return type(self)(**values)
 
-    def check(self, x: Tensor, name: str = "x") -> None:
-        """Raise ValueError unless x is ``[*b h t d]`` with this map's tokens and features."""
+    def check(self, x: Tensor, name: str = "x", *, features: bool = True) -> None:
+        """Raise ValueError unless x is ``[*b h t d]`` with this map's tokens, and with `features` also its features."""
         if x.ndim < 3:
             raise ValueError(f"{name}: expected [*b h t d], got {list(x.shape)}")
         if not (self._tensors or self._maps):
             return  # any number of features
-        features, length = self.features, self.length
-        if features is not None and features != x.shape[-1]:
-            raise ValueError(
-                f"{name}: expected {features} features, got {x.shape[-1]}; build the encoding for this head size"
-            )
+        count, length = self.features, self.length
+        if features and count not in (None, x.shape[-1]):
+            raise ValueError(f"{name}: expected {count} features, got {x.shape[-1]}; build the encoding for this head size")
         if length is not None and length != x.shape[-2]:
             remedy = f"evaluate the encoding at the positions of {name}"
             if x.ndim > 3 and x.shape[-3] == length:
@@ -470,9 +468,15 @@ class Shear(TokenMap):
 
     steps: Tensor = axes("*b h t 1")
     order: int
+    width: int  # features of a group
     transposed: bool = False
 
     cancels = True
+
+    @property
+    def features(self) -> int:
+        """All groups' features."""
+        return self.order * self.width
 
     def apply(self, x: Tensor) -> Tensor:
         return self._sheared(x, self.transposed)
@@ -482,7 +486,7 @@ class Shear(TokenMap):
 
     def _sheared(self, x: Tensor, transposed: bool) -> Tensor:
         x = term = x.to(torch.promote_types(x.dtype, self.steps.dtype))
-        width = x.shape[-1] // self.order
+        width = self.width
         for n in range(1, self.order):  # N^order = 0
             moved = F.pad(term[..., :-width], (width, 0)) if transposed else F.pad(term[..., width:], (0, width))
             term = moved * (self.steps / n)
@@ -563,26 +567,31 @@ def pair(maps: Any) -> tuple[TokenMap, TokenMap]:
     return maps if isinstance(maps, tuple) else (maps, maps)
 
 
+def composed(first: TokenMap, second: TokenMap) -> TokenMap:
+    """``second(first(x))``."""
+    if isinstance(first, Isometry) and isinstance(second, Isometry):
+        return Chain(first, second)
+    return Composed(first, second)
+
+
+def side_by_side(parts: tuple[TokenMap, ...], widths: tuple[int, ...], returned: tuple[int, ...] = ()) -> TokenMap:
+    """Maps on separate slices of the features."""
+    kind: Any = BlockSum if all(isinstance(part, Isometry) for part in parts) else Blocks
+    return kind(parts, widths, returned)
+
+
 def rescaled(part: TokenMap, factor: float) -> TokenMap:
-    """A map with its output multiplied by a factor, except features that pass unchanged; tables are scaled where possible.
+    """A map with its output multiplied by a factor; tables are scaled where possible.
 
     Examples:
-        >>> half = BlockSum((Rotation(torch.tensor([[[[1.0, 0.0]]]])), Identity()), (2, 2), (2, 2))
-        >>> rescaled(half, 3.0)(torch.ones(1, 1, 4)).tolist()
-        [[[3.0, 3.0, 1.0, 1.0]]]
+        >>> rescaled(Rotation(torch.tensor([[[[1.0, 0.0]]]])), 3.0)(torch.ones(1, 1, 2)).tolist()
+        [[[3.0, 3.0]]]
     """
     match part:
-        case Identity():
-            return part
         case Rotation():
             return Rotation(part.table * factor, part.lifted)
         case Chain():
-            second = rescaled(part.second, factor)
-            return (Chain if isinstance(second, Isometry) else Composed)(part.first, second)  # pyright: ignore
-        case BlockSum():
-            parts = tuple(rescaled(inner, factor) for inner in part.parts)
-            kind: Any = BlockSum if all(isinstance(inner, Isometry) for inner in parts) else Blocks
-            return kind(parts, part.widths, part.returned)
+            return composed(part.first, rescaled(part.second, factor))
     tensor = next(part.tensors())
     return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=tensor.device)))
 

@@ -414,6 +414,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
         ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
     """
     counts = torch.as_tensor(lengths, device=device)
+    counts = counts if counts.numel() else counts.long()
     if counts.ndim != 1 or counts.is_floating_point() or (counts < 0).any():
         raise ValueError(f"lengths: expected a list of token counts, got {lengths}")
     ids = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.biases import RelativeBias
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.decays import RATES, Decay
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, Identity, Partial
-from isopos.exact import ExactModule, cast_down, describe, to_float64
+from isopos.encodings import Coupling, Rotary
+from isopos.exact import ExactModule, appended, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
-from isopos.maps import Adjoint, Mapped, TokenMap, pair, rescaled
+from isopos.maps import Adjoint, Mapped, TokenMap, pair
 from isopos.parallel import Shards, joined, shards
 from isopos.phases import ContentFrequency, ForgetGate, HouseholderProduct, Phase, SelectiveRotation
-from isopos.positions import Group, Line
+from isopos.positions import Group, Line, Ring
 from isopos.state import State, expect_state
 from isopos.terms import Indexed, Term
 
@@ -153,6 +153,7 @@ class Scheme(nn.Module):
         if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
         log_decay = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
+        heads = at_least("heads", heads)
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
         self.decay = log_decay if isinstance(log_decay, Decay) else None
         self.forget = log_decay if isinstance(log_decay, ForgetGate) else None
@@ -207,7 +208,10 @@ class Scheme(nn.Module):
         if self.inside and self.bias is not None:
             raise ValueError("inside: expected False with a relative bias, got True")
         bias = self.bias
-        if bias is not None and (bias.group.columns != group.columns or bias.heads not in (1, self.heads)):
+        if bias is None:
+            return
+        around = isinstance(group, Ring) and not isinstance(bias.group, Ring)  # offsets on a line do not go around
+        if around or bias.group.columns != group.columns or bias.heads not in (1, self.heads):
             raise ValueError(
                 f"bias: expected positions of {group} and {self.heads} heads, got {bias.group} and {bias.heads} heads"
             )
@@ -258,7 +262,7 @@ class Scheme(nn.Module):
 
     @property
     def rotary_factor(self) -> float:
-        """Factor of rotated features of queries and of keys from the extension; 1 if all features rotate.
+        """Factor of the features of queries and of keys whose frequencies an extension changes; 1 if these are all.
 
         Released checkpoints also multiply cosines and sines; see `isopos.lengths.Yarn.whole_logits`.
         """
@@ -266,7 +270,7 @@ class Scheme(nn.Module):
 
     def _rotates_apart(self, rule: Extension) -> bool:
         """Whether the attention factor applies to some features only."""
-        return not rule.whole_logits and any(isinstance(part, Identity | Partial) for part in self.encoding.modules())
+        return not (rule.whole_logits or self.encoding.all_extensible)
 
     def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
         """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
@@ -345,7 +349,8 @@ class Scheme(nn.Module):
     @property
     def max_length(self) -> int | None:
         """Number of valid positions, from 0; None: unlimited."""
-        return self.encoding.max_length if self.embedding is None else self.embedding.max_length
+        limits = (part.max_length for part in (self.encoding, self.embedding) if part is not None)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def normalised(self) -> bool:
@@ -419,6 +424,8 @@ class Scheme(nn.Module):
             at_x, at_y = evaluated
             rho: Any = (pair(at_x["isometry"])[0], pair(at_y["isometry"])[1])
         else:
+            if x_key is not None and isinstance(self.encoding, Rotary):
+                self.encoding.check_length(x, x_key)
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
         arguments: dict[str, Any] = {"isometry": rho, "decay": None}
@@ -434,8 +441,8 @@ class Scheme(nn.Module):
         if self.attention == "softmax":
             arguments["scale"] = (self.encoding.features**-0.5 if self.scale is None else self.scale) * self.sharpness
             if (factor := self.rotary_factor) != 1 and evaluated is None:
-                both = isinstance(rho, tuple)
-                arguments["isometry"] = tuple(rescaled(side, factor) for side in rho) if both else rescaled(rho, factor)
+                scaled = [self.encoding.rescaled(side, factor) for side in (rho if isinstance(rho, tuple) else (rho,))]
+                arguments["isometry"] = tuple(scaled) if len(scaled) > 1 else scaled[0]
             return Arguments(arguments)
         phi, denominator = self.feature_map, self.choices["denominator"]
         if self.inside and evaluated is None:
@@ -506,7 +513,7 @@ class Scheme(nn.Module):
         if self.outside:
             raise ValueError("state: expected none with class tokens, which are the first rows of a tensor, got a stream")
         past, state = state["positions"], state.stamped(self.fingerprint, None)
-        positions = x if past is None else torch.cat((past.expand(*x.shape[:-2], *past.shape[-2:]), x), -2)
+        positions = x if past is None else appended(past, x)
         rows, new = self.group.refers_to_rows, x.shape[-2]
         quadratic = self.attention == "softmax" and (self.bias is not None or self.locality is not None)
         if not rows and not quadratic:

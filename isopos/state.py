@@ -98,7 +98,8 @@ class State:
 
     def reorder(self, index: Tensor) -> "State":
         """The streams of samples `index`, int64 ``[n]``, along the first axis, for example to keep or repeat beams."""
-        shared = {name for name in ("positions", "places") if (x := self[name]) is not None and x.ndim == 2}
+        places = {name: x for name in ("positions", "places") if (x := self[name]) is not None}
+        shared = {name for name, x in places.items() if x.ndim == 2 or len(x) == 1}
         chosen = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}
         return replace(self, tensors=MappingProxyType(chosen))
 

@@ -119,11 +119,13 @@ class _OfPositions(Term, ABC):
 
     def offsets(self) -> Tensor:
         """The key's position minus the query's on a line, for all pairs ``[*b t s]``."""
-        return self.y[..., None, :, 0] - self.x[..., :, None, 0]
+        x, y = (a if a.is_floating_point() else a.long() for a in (self.x, self.y))  # int32 would overflow
+        return y[..., None, :, 0] - x[..., :, None, 0]
 
     def offset(self, samples: int) -> PairFunction:
         """A function for the offset of one pair on a line."""
-        queries, keys = (a[..., 0].expand(samples, -1) for a in (self.x, self.y))
+        wide = (a if a.is_floating_point() else a.long() for a in (self.x, self.y))
+        queries, keys = (a[..., 0].expand(samples, -1) for a in wide)
         return lambda b, i, j: keys[b, j] - queries[b, i]
 
 

@@ -217,14 +217,14 @@ def _numbers(t: Relative) -> tuple[float, ...]:
 
 
 def _of_coupling(coupling: Coupling, factor: float) -> list[Primitive]:
-    """Primitives of <query(x) q, key(y) k>; rotated features have a factor."""
+    """Primitives of <query(x) q, key(y) k>; features whose frequencies an extension changes have a factor."""
     group, d = coupling.group, coupling.features
     content, one = _content(d), _one(d)
     match coupling:
         case Encoding():
             return [Primitive(group, *content, *content, _of_encoding(coupling, factor))]
         case contragredient.Contragredient():
-            return [Primitive(group, *content, *content, _of_pair(coupling))]
+            return [Primitive(group, *content, *content, _of_pair(coupling, factor))]
         case couplings.Polar():  # (Gopalakrishnan et al.) of magnitudes
             angle, phase = partial(_angles, frequency=coupling.extended(coupling.frequency)), constant(coupling.parameter)
             return [Primitive(group, *content, *content, lambda t: torch.diag_embed((angle(t) + phase).cos()))]
@@ -252,20 +252,21 @@ def _stretched(coupling: couplings.Adapted) -> tuple[Tensor, Tensor]:
     return A, torch.linalg.inv(A).mT if coupling.dual else A
 
 
-def _of_pair(pair: Coupling) -> Kernel:
-    """W(t) = rho(1)^-1 rho(t) of a representation that need not be unitary, ``[h d d]``."""
+def _of_pair(pair: Coupling, factor: float = 1.0) -> Kernel:
+    """W(t) = rho(1)^-1 rho(t) of a representation that need not be unitary, ``[h d d]``; the factor as in `_of_encoding`."""
     match pair:
         case contragredient.Jordan():  # (Sun et al., Algorithm 1, and the real Jordan form)
             links = torch.ones(pair.features - pair.features // pair.order, dtype=torch.float64) / pair.length
             generator = torch.diag(pair.growth) + torch.diag(links, pair.features // pair.order)
             if pair.frequency is not None:
                 generator = generator + _skew(pair.extended(pair.frequency)[0])
-            return lambda t: _exp(t * generator)
+            scale = factor if pair.extensible else 1.0
+            return lambda t: scale * _exp(t * generator)
         case contragredient.Projection():  # (Li et al. 2025)
             unit = _eye(pair.features // 4)[0]
             return lambda t: torch.kron(unit, torch.tensor(t, dtype=torch.float64).view(4, 4))[None]
         case contragredient.ContragredientSum():
-            parts = [_of_pair(part) for part in pair.parts]  # pyright: ignore[reportArgumentType]
+            parts = [_of_pair(part, factor) for part in pair.parts]  # pyright: ignore[reportArgumentType]
             return lambda t: _blocks([part(t if pair.shared else t[n]) for n, part in enumerate(parts)])
         case Encoding():
             return _of_encoding(pair)
@@ -273,7 +274,7 @@ def _of_pair(pair: Coupling) -> Kernel:
 
 
 def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
-    """W(t) = rho(1)^H rho(t), ``[h d d]``, with a factor of rotated features."""
+    """W(t) = rho(1)^H rho(t), ``[h d d]``, with a factor of features whose frequencies an extension changes."""
     match encoding:
         case encodings.Identity():
             return lambda t: _eye(encoding.features)
@@ -287,7 +288,7 @@ def _of_encoding(encoding: Coupling, factor: float = 1.0) -> Kernel:
             inner, rest = _of_encoding(encoding.encoding, factor), encoding.rest
             return lambda t: _blocks([inner(t), _eye(rest)])
     whole = _of_whole(encoding)
-    return lambda t: factor * whole(t)
+    return lambda t: (factor if encoding.extensible else 1.0) * whole(t)
 
 
 def _of_whole(encoding: Coupling) -> Kernel:

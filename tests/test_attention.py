@@ -21,6 +21,7 @@ from cases import (
 from structures import over_covering
 from torch import nn
 
+import isopos
 from isopos import Attention, bases, encodings, schemes
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
@@ -140,6 +141,28 @@ def test_absorbing_a_basis_keeps_what_a_layer_computes(make):
     assert isinstance(absorbed.encoding, encodings.Rotary)
     assert absorbed.choices == scheme.choices
     assert type(scheme.encoding) is type(kept.encoding), "the scheme itself is left alone"
+
+
+def test_a_basis_that_cannot_be_absorbed_changes_nothing():
+    encoding, layer = schemes.ape_sequence(HEAD_DIM, HEADS).encoding, torch.nn.Linear(WIDTH, WIDTH)
+    transported = schemes.Scheme(encoding, HEADS, attention="softmax", transport=True)
+    weight = layer.weight.clone()
+    with pytest.raises(ValueError, match="scheme: expected no transport, whose values would need the same basis"):
+        absorb(transported, layer)
+    with pytest.raises(ValueError, match="projections: expected weights, got a layer on the meta device"):
+        absorb(
+            schemes.ape_sequence(HEAD_DIM, HEADS, attention="softmax"), layer, torch.nn.Linear(WIDTH, WIDTH, device="meta")
+        )
+    assert torch.equal(layer.weight, weight)
+
+
+def test_a_stream_has_no_context_and_returns_no_state():
+    scheme, x = schemes.rope(HEAD_DIM, HEADS), torch.randn(1, 5, WIDTH)
+    layer = Attention(WIDTH, scheme)
+    close(layer(x, isopos.Stream(scheme)), layer(x, scheme.at(sequence(5)), causal=True))
+    for name, value in (("context", x), ("return_state", True)):
+        with pytest.raises(ValueError, match=f"{name}: expected none with a Stream"):
+            layer(x, isopos.Stream(scheme), **{name: value})
 
 
 def test_ape_with_softmax_is_rope_with_learned_angles_once_absorbed():

@@ -253,3 +253,9 @@ def test_side_by_side_each_has_separate_features_and_coordinates():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_shear_alone_has_a_number_of_features():
+    pair = contragredient.Jordan(torch.zeros(2), order=3)
+    with pytest.raises(ValueError, match="x: expected 6 features, got 7"):
+        pair.query(sequence(4))(torch.randn(1, 1, 4, 7))

@@ -73,6 +73,7 @@ def test_learned_rates():
         (lambda: Decay(torch.tensor([math.nan])), "not negative"),
         (lambda: Decay(torch.tensor([0.0]), learned=True), "positive"),
         (lambda: Decay(torch.tensor(1.0)), r"rate: expected \[h\]"),
+        (lambda: Decay(torch.tensor([math.inf])), r"rate: expected \[h\], finite and not negative, got \[inf\]"),
         (lambda: Decay(torch.tensor([1.0]))(torch.zeros(3, 2)), r"expected \[\*b t 1\]"),
         (lambda: Decay(torch.tensor([1.0]))(torch.zeros(3, 1).half()), "torch.float16"),
     ],

@@ -25,8 +25,10 @@ from cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
 
-from isopos import bases, encodings, generators
+from isopos import bases, couplings, encodings, generators, schemes
 from isopos.encodings import (
     Coupling,
     DirectSum,
@@ -434,3 +436,38 @@ def test_generators_that_the_constructor_refuses_are_not_loaded(wrong):
     with pytest.raises(ValueError, match="generator: expected a skew part with distinct frequencies"):
         torch.nn.ModuleList([encoding]).load_state_dict({"0.generator": start})
     encoding.load_state_dict({"generator": torch.randn(2, 4, 4)})
+
+
+def test_limits_are_those_of_parts():
+    """A stream of `Scheme.max_length` tokens fits."""
+    short = encodings.Rotary(rope_frequencies(2)[None, None], lift=True, max_length=70)
+    group, basis = short.group, bases.Fourier(2)
+    endless = encodings.Rotary(rope_frequencies(2)[None, None], group=group)
+    for whole in (
+        encodings.Partial(short, 5),
+        encodings.InBasis(short, basis),
+        encodings.DirectSum([endless, short], shared=True),
+        couplings.Absolute(short),
+    ):
+        assert whole.max_length == 70
+    assert encodings.Partial(endless, 5).max_length is None
+
+
+def test_a_parametrised_frequency_is_used():
+    encoding, x = encodings.Rotary(rope_frequencies(2)[None, None], learned=True), torch.arange(3)[:, None]
+    expected = encoding(-x).table
+    parametrize.register_parametrization(encoding, "frequency", Negated())
+    torch.testing.assert_close(encoding(x).table, expected)
+
+
+class Negated(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+def test_an_exponential_is_mapped_by_torch_func():
+    encoding = schemes.ape_sequence(HEAD_DIM, HEADS).encoding
+    generators, x = torch.stack([encoding.generator * scale for scale in (1.0, 2.0)]), torch.arange(3)[:, None]
+    rows = torch.randn(HEADS, 3, HEAD_DIM)
+    apply = lambda generator: torch.func.functional_call(encoding, {"generator": generator}, (x,))(rows)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(apply)(generators), torch.stack([apply(a) for a in generators]))

@@ -11,11 +11,12 @@ from canonical import canonical, score
 from cases import HEADS, close, each, gradients, inputs, ordered, perturb, stream
 
 import isopos
-from isopos import Decoder, encodings, laws, schemes
+from isopos import Decoder, contragredient, encodings, laws, schemes
 from isopos import stream as stream_module
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.lengths import EXTENSIONS, LongRope, extension, search
+from isopos.maps import pair
 from isopos.nn import absorb
 from isopos.positions import Line, grid, sequence
 from isopos.stream import Stream
@@ -294,20 +295,52 @@ def test_features_that_pass_are_made_sharper_in_whole_logits_alone(name, layout)
 
 
 def test_a_factor_of_some_features_leaves_positions_of_values_as_they_are():
-    """A direct sum of several maps, with a map that is no rotation; with and without reuse of an evaluation."""
+    """A direct sum of several maps, one with frequencies; with and without reuse of an evaluation."""
     group, frequency = Line(), rope_frequencies(1)[None, None]
     parts = [encodings.Rotary(frequency, group=group), encodings.Permutation(torch.tensor([[1, 2, 0]]))]
     encoding = encodings.DirectSum([*parts, encodings.Identity(3, group)], shared=True)
     scheme = schemes.Scheme(encoding, HEADS, attention="softmax", transport=True).extend("yarn", **SOME)
     q, k, v = inputs(t=9)
     x, sharp = sequence(9), 0.1 * math.log(16) + 1
-    rho, gain = encoding(x, torch.float64), torch.tensor([sharp] * 5 + [1.0] * 3, dtype=torch.float64)
+    rho, gain = encoding(x, torch.float64), torch.tensor([sharp] * 2 + [1.0] * 6, dtype=torch.float64)
     expected = rho.adjoint(((gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5).softmax(-1) @ rho(v))
     at = scheme.at(x, dtype=torch.float64)
     close(softmax_attention(q, k, v, **at), expected)
     close(softmax_attention(q, k, v, **scheme.at(x, x, dtype=torch.float64, evaluated=(at, at))), expected)
     logits = torch.einsum("hti,htsij,hsj->hts", q, canonical(scheme)[0].matrix(x, x), k)
     close(logits, (gain * rho(q)) @ (gain * rho(k)).mT / 8**0.5)
+
+
+ROTATED = {  # features whose frequencies a rule changes, of 8
+    "prope": [4, 5, 6, 7],
+    "ape-product": [0, 1, 2, 3],
+    "own pairs": [2, 3, 4, 5],
+    "rope": list(range(8)),
+}
+
+
+@each("name", ROTATED)
+def test_the_factor_is_that_of_features_with_frequencies(name):
+    line, options = Line(), {"attention": "softmax"}
+    own = [
+        encodings.Identity(2, line),
+        encodings.Rotary(rope_frequencies(2)[None, None], group=line),
+        encodings.Identity(2, line),
+    ]
+    make = {
+        "prope": lambda: schemes.prope(8, transport=False, **options),
+        "ape-product": lambda: schemes.ape_product(8, 1, **options),
+        "own pairs": lambda: schemes.Scheme(contragredient.ContragredientSum(own, shared=True), 1, **options),
+        "rope": lambda: schemes.rope(8, **options),
+    }
+    scheme = make[name]().extend("yarn", **SOME)
+    at = scheme.at(scheme.group.origin(1), dtype=torch.float64)
+    rho_q, rho_k = pair(at["isometry"])
+    unit = torch.eye(8, dtype=torch.float64)[:, None, None]
+    gain = at["scale"] * 8**0.5 * (rho_q(unit) * rho_k(unit)).sum((-1, -2, -3))
+    expected = torch.ones(8, dtype=torch.float64)
+    expected[ROTATED[name]] = (0.1 * math.log(16) + 1) ** 2
+    close(gain, expected)
 
 
 def test_a_gradient_reaches_learned_frequencies():

@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from isopos import schemes
-from isopos.attention import linear_attention, naive_linear_attention, softmax_attention
+import isopos
+from isopos import feature_maps, schemes
+from isopos.attention import explain, linear_attention, naive_linear_attention, softmax_attention
 from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
@@ -373,6 +374,33 @@ def test_autocast_does_not_reach_the_backward_pass(encoding, causal):
 # Corners
 
 
+@each("shape", [(0, 2, 4), (2, 2, 0)], ids=str)
+def test_a_gradient_of_nothing_is_zero(shape):
+    """Parameters of each process need a gradient, whatever its share of samples."""
+    scheme = isopos.rope(HEAD_DIM, 2, learned=True)
+    q = torch.randn(*shape, HEAD_DIM, requires_grad=True)
+    out = linear_attention(q, q, q, **scheme.at(sequence(shape[-1])), causal=True)
+    for grad in torch.autograd.grad(out.sum(), [q, *scheme.parameters()]):
+        assert (grad == 0).all()
+
+
+def test_a_feature_map_may_return_more_features_which_the_isometry_maps():
+    (q, k, v), x, phi = inputs(2, t=9, dtype=torch.float32), sequence(9), feature_maps.Favor(HEAD_DIM, 2 * HEAD_DIM)
+    rho = isopos.rope(2 * HEAD_DIM, HEADS).encoding(x)
+    out = linear_attention(q, k, v, feature_map=phi, isometry=rho, causal=True)
+    expected = quadratic(q.double(), k.double(), v.double(), feature_map=phi.double(), isometry=rho, causal=True)
+    close(out, expected, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"isometry: expected one of {2 * HEAD_DIM} features, as many as the feature map"):
+        linear_attention(q, k, v, feature_map=phi, isometry=isopos.rope(HEAD_DIM, HEADS).encoding(x), causal=True)
+
+
+def test_an_explanation_has_the_arguments_of_linear_attention():
+    q, k, v = inputs(1, t=5)
+    with pytest.raises(TypeError, match=r"linear_attention\(\) got an unexpected keyword argument 'windw'"):
+        explain(q, k, v, windw=3)
+    assert explain(q, k, v, **isopos.path(HEAD_DIM, HEADS).at(sequence(5)), causal=True).backend == "householder"
+
+
 def test_plain_denominator_of_one_sided_isometries():
     q, k, v = inputs(2, t=6)
     for isometry in ((rotary(6), None), (None, rotary(6))):
@@ -431,6 +459,8 @@ BAD = [
     ({"decay": wide(3, 4)}, r"decay: expected \[2, 2, 4\]"),
     ({"decay": wide(1, 2, 2, 4)}, r"decay: expected \[2, 2, 4\]"),
     ({"decay": (wide(2, 4), wide(2, 3))}, "decay: expected .* of the keys"),
+    ({"decay": (wide(2, 4),) * 3}, "decay: expected one, or a pair"),
+    ({"isometry": (rotary(4),) * 3}, "isometry: expected one, or a pair of queries' and keys', got 3"),
     ({"isometry": rotary(5)}, "q: expected 5 tokens, one per position, got 4"),
     ({"isometry": (rotary(4), rotary(5))}, "k: expected 5 tokens, one per position, got 4"),
     ({"isometry": Rotary(rope_frequencies(3)[None, None])(sequence(4))}, "q: expected 6 features, got 8"),

@@ -97,10 +97,10 @@ OTHERS = {
     "append": lambda: Append(random(H, T, 3)),
     "append-made": lambda: Append(Composed(Affine(random(H, 1, D), random(H, 4, D)), rotation(4)), Affine(random(H, 1, D))),
     "append-shared": lambda: Append(random(1, T, 3)),
-    "shear": lambda: Shear(random(B, 1, T, 1), 3),
-    "shear-transposed": lambda: Shear(random(1, T, 1), 2, True),
+    "shear": lambda: Shear(random(B, 1, T, 1), 3, 2),
+    "shear-transposed": lambda: Shear(random(1, T, 1), 2, 3, True),
     "tiles": lambda: Tiles(random(B, 1, T, 3, 3)),
-    "adjoint": lambda: Adjoint(Shear(random(1, T, 1), 3)),
+    "adjoint": lambda: Adjoint(Shear(random(1, T, 1), 3, 2)),
     "blocks": lambda: Blocks((Tiles(random(1, T, 4, 4)), rotation(2, lifted=True)), (4, 2), (4, 4)),
     "mapped": lambda: Mapped(rotation(), torch.exp),
 }

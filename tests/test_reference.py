@@ -94,3 +94,5 @@ def test_weights_do_not_depend_on_keys_that_take_no_part():
     k[..., 0, :] = -1e6 * q[..., 1, :] / q[..., 1, :].square().sum(-1, keepdim=True)  # far below the logits of hidden keys
     mask = torch.tensor([[True, False, False, False]])
     close(reference.softmax(q, k, v, mask=mask)[..., 1, :], v[..., 0, :])
+    assert (reference.softmax(q.float(), k.float(), v.float(), mask=mask & False) == 0).all()
+    assert reference.softmax(q, k[..., :0, :], v[..., :0, :]).abs().max() == 0

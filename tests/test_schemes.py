@@ -689,7 +689,12 @@ def test_build_is_the_function(case):
     assert scheme.attention == kind
 
 
+def ring():
+    return encodings.Rotary(torch.full((1, 1, 2), math.pi / 4), group=Ring(8))
+
+
 def test_build_reads_every_kind_of_option():
+    assert schemes.build("rope-axial", 16, 1, {"sections": [6, 2]}).encoding.features == 16
     rope = schemes.build("rope", 8, 2, {"base": "1e2", "learned": "True", "rotary_dim": "4"})
     close(rope.encoding.encoding.initial[0, 0], schemes.rope(4, base=100.0).encoding.initial[0, 0])
     assert rope.encoding.rest == 4
@@ -782,7 +787,9 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.permuteformer(7, 1, matrix="orthogonal"), r"head size: expected an even number"),
         (lambda: schemes.permuteformer(8, 1, orders="short"), r"orders: expected one of random, long, got 'short'"),
         (lambda: schemes.permuteformer_2d(8, 1, orders="short"), r"orders: expected one of random, long"),
-        (lambda: schemes.permuteformer_2d(2, 1, axes=3), r"head size: expected at least 3 features for 3 parts, got 2"),
+        (lambda: schemes.permuteformer_2d(3, 1), r"head size: expected at least 4, 2 features for each of 2 axes, got 3"),
+        (lambda: schemes.Scheme(encodings.Identity(4), 0), "heads: expected an integer of at least 1, got 0"),
+        (lambda: schemes.Scheme(ring(), 1, bias=biases.T5(1), attention="softmax"), "bias: expected positions of Ring"),
         (lambda: schemes.t5(8, 1, buckets=3), r"buckets: expected an even number"),
         (lambda: schemes.t5(8, 1, buckets=32, max_distance=4), r"max_distance larger than"),
         (lambda: schemes.deberta(8, 1, buckets=2), r"buckets: expected at least 4"),
@@ -1264,6 +1271,8 @@ def test_cosformer_beyond_its_length_is_refused(kind):
     for x in (sequence(17), sequence(17) - 8, sequence(2) + 15, -sequence(2) - 15):
         with pytest.raises(ValueError, match=r"offsets below 16, .* length=\d+"):
             scheme.at(x)
+    with pytest.raises(ValueError, match=r"offsets below 16, .* got -8 to 8"):  # of queries and other keys
+        scheme.at(sequence(9), -sequence(9))
     with pytest.raises(ValueError, match=r"got 16 to 16; .* length=17"):  # the 17th token of a stream
         scheme.at(torch.tensor([[16]]), state=isopos.State())
     assert scheme.at(sequence(0))["isometry"].length == 0

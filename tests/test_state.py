@@ -133,6 +133,21 @@ def test_shared_positions_stay_when_samples_are_reordered():
     close(out, whole(scheme, moved, sequence(4))[..., 3:, :])
 
 
+@pytest.mark.parametrize(
+    "scheme", [isopos.t5(HEAD_DIM, HEADS), isopos.horn_clipped(HEAD_DIM, HEADS)], ids=["t5", "horn-clipped"]
+)
+def test_positions_of_one_sample_and_of_each_continue_each_other(scheme):
+    content, x = inputs(2, t=6), sequence(6)
+    expected = whole(scheme, content, x)
+    for first, rest in ((x[None], x), (x.expand(2, -1, -1), x), (x.expand(2, -1, -1), x[None]), (x, x.expand(2, -1, -1))):
+        _, state = stream(scheme, content, first, (0, 5))
+        out, _ = stream(scheme, *after(content, rest, 5), (0, 1), state=state)
+        close(out, expected[..., 5:, :])
+        swapped = state.reorder(torch.tensor([1, 0]))
+        out, _ = stream(scheme, *after([a.flip(0) for a in content], rest, 5), (0, 1), state=swapped)
+        close(out, expected.flip(0)[..., 5:, :])
+
+
 @every
 def test_linear_attention_keeps_a_state_of_constant_size(case, kind):
     scheme, content, x = made(case, kind, 2, t=80)

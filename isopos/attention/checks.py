@@ -103,15 +103,27 @@ def check_term(term: Term, q: Tensor, k: Tensor, v: Tensor, batch: torch.Size, s
         )
 
 
-def check_isometry(isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, key_heads: int) -> tuple[TokenMap, TokenMap]:
-    """The maps of queries and keys; TypeError or ValueError if they do not fit."""
-    rho_q, rho_k = isometry if isinstance(isometry, tuple) else (isometry, isometry)
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    """A value of queries and of keys, or one value twice; ValueError for another number of them."""
+    if isinstance(value, tuple) and len(value) != 2:
+        raise ValueError(f"{name}: expected one, or a pair of queries' and keys', got {len(value)}")
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def check_isometry(
+    isometry: IsometryPair, q: Tensor, k: Tensor, heads: int, key_heads: int, *, features: bool = True
+) -> tuple[TokenMap, TokenMap]:
+    """The maps of queries and keys; TypeError or ValueError if they do not fit.
+
+    Without `features`, theirs are those of a feature map, which may return more than q and k have.
+    """
+    rho_q, rho_k = _pair("isometry", isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):
         if rho is None or (name == "k" and rho is rho_q and k.shape == q.shape):
             continue
         if not isinstance(rho, TokenMap):
             raise TypeError(f"isometry: expected maps that an encoding returns at positions, got {type(rho).__name__}")
-        rho.check(x, name)
+        rho.check(x, name, features=features)
         for tensor in rho.tensors():
             check_tensor("isometry", tensor, q)
         if not _fits(rho.leading, x.shape[:-2], heads, key_heads):
@@ -126,7 +138,7 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, key_heads: i
     """The log decays of queries and keys; ValueError if they do not fit."""
     if decay is None:
         return None
-    pair = decay if isinstance(decay, tuple) else (decay, decay)
+    pair = _pair("decay", decay)
     for name, g, x in (("queries", pair[0], q), ("keys", pair[1], k)):
         if name == "keys" and g is pair[0] and k.shape == q.shape:
             continue
@@ -254,7 +266,7 @@ def check_segments(segment_ids: Tensor | tuple[Tensor, Tensor], q: Tensor, k: Te
     """ValueError if segment ids do not fit the tokens of keys, or of queries and keys."""
     t, s = q.shape[-2], k.shape[-2]
     pair = isinstance(segment_ids, tuple)
-    for ids, count in zip(segment_ids, (t, s), strict=True) if pair else [(segment_ids, s)]:
+    for ids, count in zip(_pair("segment_ids", segment_ids), (t, s), strict=True) if pair else [(segment_ids, s)]:
         check_tensor("segment_ids", ids, q)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.ndim < 1 or ids.shape[-1] != count:
             raise ValueError(

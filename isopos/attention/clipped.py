@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isopos.attention.problem import LinearProblem
-from isopos.exact import broadcast
+from isopos.exact import appended, broadcast
 from isopos.feature_maps import sides
 from isopos.ops import clipped
 from isopos.ops.linear.features import with_ones
@@ -48,8 +48,7 @@ def with_terms_of_stream(
             )
         rows, positions, far = values, term.y, state["far"]
         if (near := state["near"]) is not None and (past := state["places"]) is not None:
-            rows = torch.cat((near.expand(*rows.shape[:-2], *near.shape[-2:]), rows), -2)
-            positions = torch.cat((past.expand(*positions.shape[:-2], *past.shape[-2:]), positions), -2)
+            rows, positions = appended(near, rows), appended(past, positions)
         score = scores_of(problem, term)
         batch = broadcast(score.shape[:-2], rows.shape[:-2])
         expanded, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])

@@ -139,10 +139,10 @@ def linear_attention(
 
 def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]:
     """The output of a checked problem, in this dtype and the layout of the caller, and the state after the tokens."""
-    q, v = problem.q, problem.v
+    q = problem.q
     with full_precision(q.device):
         if problem.empty:
-            out, after = q.new_zeros(*problem.batch, q.shape[-2], v.shape[-1]), problem.state or State()
+            out, after = _nothing(problem), problem.state or State()
         elif problem.product is not None:
             out, after = _with_product(problem, problem.product)
         elif problem.state is not None:
@@ -158,6 +158,13 @@ def attended(problem: LinearProblem, dtype: torch.dtype) -> tuple[Tensor, State]
     return restored(out, problem).to(dtype), after
 
 
+def _nothing(problem: LinearProblem) -> Tensor:
+    """Zeros, from which gradients of zero reach all tensors, so that parameters have one on every process."""
+    zeros = problem.q.new_zeros(*problem.batch, problem.q.shape[-2], problem.v.shape[-1])
+    tensors = (problem.q, problem.k, problem.v, *(problem.g or ()), *problem.rho_q.tensors(), *problem.rho_k.tensors())
+    return zeros + sum(x.flatten()[:0].sum().to(zeros.dtype) for x in tensors if x.requires_grad)
+
+
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = False, **options: Unpack[LinearOptions]
 ) -> linear.Explanation:
@@ -171,7 +178,11 @@ def explain(
         triton does not: it runs on CUDA devices, not on cpu
         cpu does not: it sums up float32, not torch.float64
     """
+    if others := [name for name in options if name not in LinearOptions.__annotations__]:
+        refuse("linear", others)
     problem = check_linear(q, k, v, options, streams=return_state)
+    if problem.product is not None:
+        return linear.Explanation("householder", {"the others": "Householder products between tokens multiply keys"})
     sums = sums_of(problem)
     if problem.window is not None:  # features are computed before blocks are cut
         (queries, *_), (keys, *_), values = sums.made()
@@ -195,7 +206,7 @@ def naive_linear_attention(
 ) -> Tensor:
     """`linear_attention` by its definition, with all weights in memory; for any number of derivatives and `torch.func`.
 
-    Arguments and shapes as in `linear_attention`, without terms, segments and states. The cost is quadratic.
+    Arguments and shapes as in `linear_attention`, of those in the signature. The cost is quadratic.
 
     Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)

@@ -71,6 +71,8 @@ def planned(
     plain = feature_map is None or type(feature_map) is FeatureMap
     if not (plain and type(causal) is bool and (denominator is None or type(denominator) is str)) or library.watched():
         return None
+    if any(isinstance(each, tuple) and len(each) != 2 for each in (isometry, decay)):
+        return None  # the check says why
     g_q, g_k = decay if isinstance(decay, tuple) else (decay, decay)
     rho_q, rho_k = pair(isometry)
     maps: list[Any] = []

@@ -201,6 +201,8 @@ def check_softmax(
     if problem.shards is not None and pairs:
         seen = problem.shards.total - problem.k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale != scale:
+        raise ValueError(f"scale: expected a factor of logits, got {scale}")
     problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
     t, s = q.shape[-2], k.shape[-2] + seen
@@ -276,7 +278,9 @@ def _shared(
         seen = known.total - k.shape[-2] if pairs else seen
     for term in terms:
         checks.check_term(term, q, k, v, batch, seen, key_heads)
-    rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads)
+    phi = options.get("feature_map")
+    same = phi is None or (isinstance(phi, FeatureMap) and phi.write is not None)  # elementwise
+    rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads, features=same)
     decay = checks.check_decay(options.get("decay"), q, k, heads, key_heads)
     if state is not None or streams:
         checks.check_stream(state, causal, q, k)

@@ -117,8 +117,10 @@ def softmax(
     elif attn_mask is not None:
         logits = logits + attn_mask
     logits = torch.where(part, logits, -torch.inf)
-    weight = (logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)).exp()
-    weight = weight / weight.sum(-1, keepdim=True).clamp_min(1e-300)
+    if logits.shape[-1]:
+        logits = logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    weight = logits.exp()
+    weight = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
@@ -171,7 +173,8 @@ def _takes_part(
     part = part if window is None else part & (offset.abs() < window)
     if segment_ids is not None:
         of_queries, of_keys = _pair(segment_ids)
-        part = part & (of_queries[..., -t:, None] == of_keys[..., None, :]).unsqueeze(-3)
+        of_queries = of_queries[..., of_queries.shape[-1] - t :]
+        part = part & (of_queries[..., None] == of_keys[..., None, :]).unsqueeze(-3)
     return part if mask is None else part & mask[..., None, None, :]
 
 

@@ -61,7 +61,8 @@ def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
 
     The last array, `explanation`, is UTF-8 text as uint8, so that npz files need no strings; the function `explanation`
     decodes it. The text holds the tree of maps, the formula of each map, and the axes of each array. Tables are float32.
-    Frequencies, rates and other constants are float64 and include an extension.
+    Frequencies, rates and other constants are float64; frequencies of `Rotary` include an extension. Content-dependent
+    phases are computed from keys: the text only names them, under "not here".
 
     Examples:
         >>> import isopos
@@ -93,6 +94,10 @@ def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
         **trees,
         "arrays": axes,
     }
+    if scheme.phases:
+        about["not here"] = [f"{type(part).__name__}, computed from keys" for part in scheme.phases]
+    if scheme.transport:
+        about["transport"] = "the map of keys also maps values, and its inverse at the query's position the output"
     result = {name: np.ascontiguousarray(value.detach().cpu().numpy()) for name, value in tensors.items()}
     return result | {"explanation": np.frombuffer(json.dumps(about, indent=1).encode(), np.uint8)}
 

@@ -166,8 +166,8 @@ class Trunk(nn.Module, ABC):
         options: `BlockOptions`.
 
     Raises:
-        ValueError: If the scheme adds an embedding of another width, or needs causal attention in a bidirectional model, or
-            `PerLayer` refuses the list.
+        ValueError: If the scheme adds an embedding of another width, or has content-dependent phases in a bidirectional
+            model, or `PerLayer` refuses the list.
     """
 
     causal = False  # whether tokens attend to themselves and earlier tokens only

@@ -156,4 +156,4 @@ def _pooled(x: Tensor, mask: Tensor | None, pooling: str, group: Any = None) -> 
         total, count = torch.where(mask[..., None], x, 0).sum(1), mask.sum(1, keepdim=True).to(x.dtype)
     if known is not None:
         total, count = known.add(total, count).wait()
-    return total / count
+    return total / count.clamp_min(1)  # zeros of a sample without tokens

@@ -84,14 +84,22 @@ class Attention(nn.Module):
         Args:
             x: Tokens.
             at: Result of the scheme's `at`; with a state, x are the next tokens of a stream. Or a `Stream`, which keeps the
-                state; x are its next tokens.
+                state; x are its next tokens, which see themselves and earlier ones, whatever `causal` is.
             context: Tokens of keys and values.
             causal: Whether a token sees itself and earlier tokens only.
             mask: ``[b s]``, True for keys that take part.
             attn_mask: ``[b h t s]`` or a shape that broadcasts to it, as of `softmax_attention`.
             segment_ids: ``[b s]``, numbers of packed sequences.
             return_state: Whether to return a pair of the output and the next state.
+
+        Raises:
+            ValueError: For a `context` or `return_state` with a `Stream`, and as the attention function.
         """
+        if isinstance(at, Stream) and (context is not None or return_state):
+            name = "context" if context is not None else "return_state"
+            raise ValueError(
+                f"{name}: expected none with a Stream, whose tokens attend to each other and which keeps the state"
+            )
         source = x if context is None else context
         inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
         heads = (layer(a).unflatten(-1, (count, -1)).transpose(1, 2) for layer, a, count in inputs)

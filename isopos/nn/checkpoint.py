@@ -25,7 +25,8 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         projections: The projections of queries and of keys of all layers, to heads * d features.
 
     Raises:
-        ValueError: If there is no basis, or a feature map acts between the projections and the basis; nothing changes then.
+        ValueError: If there is no basis, or something between the projections and the basis or after it does not commute
+            with it: a feature map, a bias, phases, transported values; nothing changes then.
 
     Examples:
         >>> import isopos
@@ -44,20 +45,25 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         raise ValueError(
             f"scheme: expected no bias, whose vectors would need the same basis, got {type(scheme.bias).__name__}"
         )
+    if scheme.transport:
+        raise ValueError("scheme: expected no transport, whose values would need the same basis, got transport=True")
     if scheme.phases:
         raise ValueError("scheme: expected no content-dependent phases, which would read keys in another basis, got some")
     if len(set(map(id, projections))) < len(projections):
         raise ValueError("projections: expected each layer once, got one twice")
     basis, rest = _split_basis(scheme.encoding)
+    device = next(basis.tensors()).device
     width = scheme.heads * scheme.encoding.features
     for layer in projections:
+        if layer.weight.is_meta:
+            raise ValueError("projections: expected weights, got a layer on the meta device; load them first")
         if layer.out_features != width:
             raise ValueError(f"projections: expected {width} outputs, {scheme.heads} heads, got {layer.out_features}")
     with torch.no_grad():
         for layer in projections:
             for parameter in (layer.weight, layer.bias):
                 if parameter is not None:  # rows as features of heads, in the layout of a map's input: [m h 1 d]
-                    rows = to_float64(parameter).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
+                    rows = to_float64(parameter, device).view(scheme.heads, scheme.encoding.features, -1).permute(2, 0, 1)
                     rotated = basis(rows[..., None, :]).squeeze(-2).permute(1, 2, 0)
                     parameter.copy_(cast_down(rotated.reshape(parameter.shape), parameter.dtype, parameter.device))
     absorbed = copy.copy(scheme)

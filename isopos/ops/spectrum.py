@@ -26,11 +26,16 @@ class _Eigh(torch.autograd.Function):
     without such a dependence. This backward pass leaves out the phases instead.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(matrix: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         values, vectors = torch.linalg.eigh(matrix)
-        ctx.save_for_backward(values, vectors)
         return values, vectors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:  # pyright: ignore
+        ctx.save_for_backward(*output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

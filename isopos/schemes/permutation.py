@@ -83,6 +83,8 @@ def permuteformer_2d(
         orders: Random permutations as in the paper, or permutations of large orders.
         length: Longest axis; a smaller common order of an axis raises a warning.
     """
+    if head_dim < 2 * axes:
+        raise ValueError(f"head size: expected at least {2 * axes}, 2 features for each of {axes} axes, got {head_dim}")
     widths = split_widths(head_dim, axes, 1)
     per_axis = [random_permutations(width, heads, seed + 1_000_003 * n, orders) for n, width in enumerate(widths)]
     maps = torch.arange(head_dim, device="cpu").expand(heads, axes, -1).clone()

@@ -154,12 +154,13 @@ def build(
     name = resolve(name)
     parameters, model = options_of(name), model or {}
     sources = {"seed": "seed"} | dict(CATALOG[name].fits)
-    fitted = {option: str(model[fact]) for option, fact in sources.items() if option in parameters and fact in model}
+    fitted = {option: model[fact] for option, fact in sources.items() if option in parameters and fact in model}
     values = {}
-    for option, text in (fitted | dict(options or {})).items():
+    for option, value in (fitted | dict(options or {})).items():
         if option not in parameters:
             raise ValueError(f"{name}: unknown option {option!r}: {closest(option, parameters)}")
-        values[option] = _parse(f"{name}: {option}", str(text), parameters[option])
+        plain = isinstance(value, str | int | float)  # others are values of the scheme's function already
+        values[option] = _parse(f"{name}: {option}", str(value), parameters[option]) if plain else value
     return REGISTRY[name](head_dim, heads, **values)
 
 
