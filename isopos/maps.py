@@ -184,7 +184,7 @@ class TokenMap(ABC):
         if not (self._tensors or self._maps):
             return  # any number of features
         count, length = self.features, self.length
-        if features and count not in (None, x.shape[-1]):
+        if features and count is not None and count != x.shape[-1]:
             raise ValueError(f"{name}: expected {count} features, got {x.shape[-1]}; build the encoding for this head size")
         if length is not None and length != x.shape[-2]:
             remedy = f"evaluate the encoding at the positions of {name}"
@@ -569,9 +569,7 @@ def pair(maps: Any) -> tuple[TokenMap, TokenMap]:
 
 def composed(first: TokenMap, second: TokenMap) -> TokenMap:
     """``second(first(x))``."""
-    if isinstance(first, Isometry) and isinstance(second, Isometry):
-        return Chain(first, second)
-    return Composed(first, second)
+    return Chain(first, second) if isinstance(first, Isometry) and isinstance(second, Isometry) else Composed(first, second)
 
 
 def side_by_side(parts: tuple[TokenMap, ...], widths: tuple[int, ...], returned: tuple[int, ...] = ()) -> TokenMap:

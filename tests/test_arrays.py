@@ -249,6 +249,8 @@ def test_the_command_writes_arrays_and_keys(isopos):
         assert explanation(found)["arrays"]["map.second.table"] == "h t f 2"
         with pytest.warns(DeprecationWarning, match="found is arrays now"):
             assert explanation(found=found) == explanation(found)
+    assert "arch: expected no architecture with npz" in isopos("tables", "rope", "--arch=qwen2")[2]
+    assert "length: expected no length with gguf-keys" in isopos("tables", "rope", "--format=gguf-keys", "--length=5")[2]
     code, out, _ = isopos("tables", "rope", "--format=gguf-keys", "--extend=linear:factor=2")
     assert (code, json.loads(out)["keys"]["llama.rope.scaling.factor"]) == (0, 2.0)
     assert isopos("tables", "rope", "--format=gguf-keys", "--out=keys.json")[:2] == (0, "keys.json\n")

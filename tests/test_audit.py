@@ -627,6 +627,9 @@ def causal(): return faults.Encoder(), None, torch.randn(1, 12, 16), True, True
 def absolute(): return faults.KeysUnrotated(), None, torch.randn(1, 12, 16), False, True
 def subject(): return dict(model=faults.KeysUnrotated(), example=torch.randn(1, 12, 16))
 def raises(): raise KeyError("mine")
+def needs(size): return size
+def nothing(): return None
+def other(): return dict(model=faults.KeysUnrotated(), size=1)
 def runs():
     class Raises(faults.Rope):
         def angles(self, positions, x, mask):
@@ -666,6 +669,11 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
     assert "<h1>KeysUnrotated: positions are BROKEN: shift</h1>" in html
     assert "<h3>shift: positions + 37 give the same outputs up to rounding (broken)</h3>" in html
     assert html.count("<svg") == 1
+    code, out, err = isopos("audit", "mine_audited:broken", "--html", str(tmp_path / "no" / "page.html"))
+    assert (code, out) == (2, "")
+    assert "html: expected a file in a folder that exists" in err
+    (tmp_path / "latin").write_bytes(b"\xff")
+    assert "latin: 'utf-8' codec" in isopos("audit", "mine_audited:broken", "--text", str(tmp_path / "latin"))[2]
     code, _, err = isopos("audit", "mine_audited:broken", "--text", str(tmp_path / "mine_audited.py"))
     assert code == 2
     assert "text: expected tokens [b t] for a model without a folder" in err
@@ -676,6 +684,9 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
         ("nowhere", "model: expected a folder with config.json, or MODULE:FUNCTION, got 'nowhere'"),
         (str(tmp_path), "model: expected a folder with config.json, got"),
         ("mine_audited:absent", "model: expected mine_audited to have a function absent, got None"),
+        ("mine_audited:needs", "model: expected needs without arguments, got missing a required argument: 'size'"),
+        ("mine_audited:nothing", "model: expected nothing to return a model, got NoneType"),
+        ("mine_audited:other", "model: expected other to return model, call, example, relative, causal or text, got 'size'"),
     ):
         code, _, err = isopos("audit", argument)
         assert code == 2

@@ -440,6 +440,10 @@ def test_a_run_does_not_go_on_with_another_machine_s(here, isopos, tmp_path):
         (tmp_path / results.DATA).write_text(json.dumps(content | {name: other}))
         with pytest.raises(ValueError, match=rf"resume: expected {name} {other} as in .*, got "):
             _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
+    for damage in ("", "[]", json.dumps(content | {"rows": 1})):
+        (tmp_path / results.DATA).write_text(damage)
+        with pytest.raises(ValueError, match=r"bench\.json: .*; remove it, or choose another folder with --out"):
+            _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
     (tmp_path / results.DATA).write_text("{}")
     with pytest.raises(ValueError, match=r"resume: expected rounds None as in"):
         _printed("rotary", out=str(tmp_path), rounds=2, resume=True)
@@ -497,6 +501,10 @@ def test_nothing_is_overwritten_unasked(here, isopos, tmp_path):
         (("--rounds", "0"), "rounds: expected at least 1, got 0"),
         (("--out", "file"), "out: expected a folder, but file is a file"),
         (("--compiled",), "compiled: expected the section exactness, got rotary"),
+        (
+            ("--state", "reused", "--allocator", "as-is"),
+            "state: expected --allocator alone, of which it is the former name, got reused",
+        ),
         (("--state", "triton"), "allocator: expected all or as-is or reused or huge-pages here, got triton"),
         (("--resume",), "resume: expected --out, the folder to continue, without --overwrite"),
     ],

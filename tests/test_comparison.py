@@ -153,3 +153,10 @@ def test_a_narrow_terminal_leaves_out_what_matters_least(tmp_path):
     assert narrow == [title for title in whole if title not in left]
     said = " ".join(found.render(60)[1].plain.split()).partition("Left out, since this terminal is narrow: ")[2]
     assert set(said.partition(";")[0].split(", ")) == set(left)
+
+
+def test_a_row_without_a_figure_comes_last(tmp_path):
+    _folder(tmp_path, {("rope", 0): 2.5, ("none", 0): 2.6})
+    result = tmp_path / "rope-0" / "result.json"
+    result.write_text(result.read_text().replace('"1": 2.5, "2": 2.5', '"1": null, "2": null'))
+    assert [(row["scheme"], row["bits/byte"]) for row in _cells(ranking(tmp_path))] == [("none", "2.600"), ("rope", "-")]

@@ -21,6 +21,7 @@ baseline = "Base"
 title = "figure"
 better = "{better}"
 style = ".2f"
+{after}
 
 {rows}
 [scales.paper]
@@ -36,12 +37,12 @@ SCHEMES = {"Base": "none", "Rope": "rope", "Both | more": "rope:decay=retnet", "
 def write(tmp_path):
     """Write a table with these cells; returns the text below it and table.md."""
 
-    def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None, lacking=()):
+    def written(better, more="", seeds=1, timing=(), scale="small", curve=None, figure=None, lacking=(), after=""):
         rows = "".join(
             f'[[rows]]\nname = "{name}"\nscheme = "{SCHEMES[name]}"\n' + (f"figures = [{theirs}]\n" if theirs else "")
             for name, (theirs, _) in FIGURES.items()
         )
-        (tmp_path / "toy.toml").write_text(TABLE.format(better=better, more=more, rows=rows))
+        (tmp_path / "toy.toml").write_text(TABLE.format(better=better, more=more, rows=rows, after=after))
         about = {"table": "toy", "scale": scale, "commands": ["isopos table toy"], "seeds": seeds, "machine": "one"}
         (tmp_path / "about.json").write_text(json.dumps(about | {"corpora": {"": "text"} if not timing else {}}))
         if timing:
@@ -94,6 +95,11 @@ def test_no_row_is_marked_where_none_differs_from_the_best(write, worst, marks):
 def test_figures_are_of_the_scale_s_tokens(write, scale, token):
     _, page = write("lower", more='figure = "perplexity"\n[edits]\ntokenizer = "words"', scale=scale)
     assert f"- Figures are perplexity of a {token}, lower is better;" in page
+
+
+def test_a_column_before_the_end_is_missing_without_validations(write):
+    _, page = write("lower", after="after = 0.5", curve=lambda *_: {})
+    assert "figure: not validated." in page
 
 
 def test_figures_are_kept_as_data_too(write, tmp_path):

@@ -138,6 +138,7 @@ def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
             "2024013118,1",
             "line 2, column 1: a: expected a time or a number, but this may be either; write 2024-01-31T18:00:00",
         ),
+        ("0,1\n2024-01-31,2", "line 3, column 1: a: expected a number, as the first, got '2024-01-31'"),
         ("20240131,1\n20240199,2", "line 3, column 1: a: expected an ISO time, as the first, got '20240199'"),
         ("2024-01-01,inf", "line 2, column 2: b: expected a number or nothing, got 'inf'"),
         ("2024-01-01,1,2", "line 2: expected 2 columns, as the first line has, got 3"),
@@ -305,6 +306,15 @@ def test_scores_are_errors_of_what_is_known():
     naive = data.naive(data.begins["validation"][data.spread("validation", 4)]) - answers
     assert scored.figures["naive"] == pytest.approx(np.nanmean(np.abs(errors)) / np.nanmean(np.abs(naive)))
     assert data.measure(model, recipe, View("test")).figures["values"] > scored.figures["values"]
+
+
+def test_a_forecast_without_errors_has_no_ratio_to_it(monkeypatch):
+    recipe, data = ready("rope", validation_rows=4)
+    answers = data.answers(recipe.task.model(recipe), recipe, "validation", data.spread("validation", 4))[1]
+    monkeypatch.setattr(type(data), "naive", lambda self, begins: answers + 1e-9)
+    figures = data.measure(recipe.task.model(recipe), recipe, View()).figures
+    assert "naive" not in figures
+    assert figures["mae"] > 0
 
 
 def test_unknown_values_are_not_seen():

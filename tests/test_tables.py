@@ -442,6 +442,10 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     path = tmp_path / "runs" / "tables" / "lrpe-6-tiny" / "timing.json"
     rounds = json.loads(path.read_text())
     assert [set(one) for one in rounds] == [{"Base", "Rope"}] * reproduce.ROUNDS
+    both = isopos("table", "newer-text", "--rows", "string, circulant,rope", "--scale", "tiny", "--dry-run")[1]
+    assert "string+variant=circulant" in both
+    assert "linear-rope-" in both
+    assert "linear-string-" not in both
     code, out, _ = isopos("table", "lrpe-6", "--rows", "Type2,Rope", "--scale", "tiny")
     assert json.loads(path.read_text())[: len(rounds)] == rounds
     assert [set(one) for one in json.loads(path.read_text())[len(rounds) :]] == [{"Base", "Type2"}] * reproduce.ROUNDS

@@ -200,11 +200,15 @@ def test_rows_of_datasets_have_the_names_of_their_classes(tmp_path, monkeypatch)
         datasets.Dataset.from_list(table, features=kinds).to_parquet(folders[0] / f"{split}.parquet")
         (folders[1] / f"{split}.jsonl").write_text(as_json(some))
     unknown = [{"text": "nobody knows", "label": -1}] * 3
+    datasets.Dataset.from_list(unknown, features=kinds).to_parquet(folders[0] / "unsupervised.parquet")
+    splits = (f"  - split: {name}\n    path: {name}.parquet\n" for name in ("train", "validation", "test", "unsupervised"))
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{''.join(splits)}---\n"
+    (folders[0] / "README.md").write_text(card)
     datasets.Dataset.from_list(unknown, features=kinds).to_parquet(folders[0] / "test.parquet")
     found, plain = texts.load_texts(f"hf:{folders[0]}"), texts.load_texts(str(folders[1]))
     for split, some in (("train", rows[:30]), ("validation", rows[30:]), ("test", [])):
         assert read(found, split) == read(plain, split) == some
-    assert found.arrays.facts["left"] == {"test.jsonl": 1}
+    assert found.arrays.facts["left"] == {"test.jsonl": 1, "unsupervised.jsonl": 3}
     with pytest.raises(ValueError, match=r"data: hf:.*/train\.jsonl, line 1: expected a field genre, got text, label"):
         texts.load_texts(f"hf:{folders[0]}", label="genre")
 

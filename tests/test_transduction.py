@@ -212,6 +212,7 @@ def test_splits_have_nothing_in_common_and_what_is_left_out_is_counted(tmp_path)
         ({"x.en": "1\n"}, ".", "en,de", r"data: expected .*x\.de next to .*x\.en, got none"),
         ({"x.de": "1\n"}, ".", "en,de", r"data: expected .*x\.en next to .*x\.de, got none"),
         ({"x.fr": "1\n"}, ".", "en,de", r"data: expected files that end with \.en and \.de in"),
+        ({"x.EN": "1\n", "x.De": "1\n2\n"}, ".", "en,DE", r"data: expected as many lines in .*x\.EN as in .*x\.De"),
         ({}, ".", "en", "languages: expected the two endings of a folder's files, as en,de, got 'en'"),
         ({}, ".", "en,en", "languages: expected the two endings"),
         ({"a.tsv": b"a\tb\nc\t\xff\n"}, "a.tsv", "", r"a\.tsv, line 2: expected UTF-8, got the byte 0xff"),

@@ -310,7 +310,7 @@ def test_a_decoder_becomes_one(hf, kind, tmp_path):
     assert str(loaded.decoder) == str(decoder)
 
 
-def test_runs_are_exported(hf, tmp_path, isopos):
+def test_runs_are_exported(hf, tmp_path, isopos, monkeypatch):
     recipe = Recipe(scheme="rope:decay=retnet").edit(layers=2, model_dim=16, heads=2)
     model, ids = recipe.task.model(recipe).eval(), torch.arange(10)[None]
     (tmp_path / "run").mkdir()
@@ -328,6 +328,15 @@ def test_runs_are_exported(hf, tmp_path, isopos):
         "isopos: folder: expected a new folder, got out, which exists; remove it or choose another",
     )
     assert isopos("export", "nowhere", "new")[0] == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.PreTrainedTokenizerFast, "save_pretrained", _full)
+        assert isopos("export", "run", "new")[0] == 2
+    assert not (tmp_path / "new").exists()
+    assert isopos("export", "run", "new")[0] == 0
+
+
+def _full(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_bad_input(hf, tmp_path):

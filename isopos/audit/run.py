@@ -91,10 +91,18 @@ def audited(model: str, checks: Iterable[str] | None = None, text: str | None = 
     module = own_module(name, "model")
     if not callable(made := getattr(module, attribute, None)):
         raise ValueError(f"model: expected {name} to have a function {attribute}, got {made!r}")
-    made = made()
-    if isinstance(made, tuple):
-        made = dict(zip(("model", "call", "example", "relative", "causal"), made, strict=False))
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:
+        raise ValueError(f"model: expected {attribute} without arguments, got {error}") from None
+    made, names = made(), ("model", "call", "example", "relative", "causal")
+    if isinstance(made, tuple) and len(made) <= len(names):
+        made = dict(zip(names, made, strict=False))
     arguments: dict[str, Any] = {**made} if isinstance(made, dict) else {"model": made}
+    if others := [name for name in arguments if name not in (*names, "text")]:
+        raise ValueError(f"model: expected {attribute} to return {', '.join(names)} or text, got {others[0]!r}")
+    if not isinstance(made := arguments.get("model"), (str, Path, nn.Module, Subject)):
+        raise ValueError(f"model: expected {attribute} to return a model, got {type(made).__name__}")
     if text is not None:
         arguments["text"] = text
     return audit(**arguments, checks=checks)

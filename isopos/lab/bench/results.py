@@ -3,7 +3,6 @@
 import datetime
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from isopos import __version__
 from isopos.lab.bench.gpu import LIMIT
 from isopos.lab.bench.peers import PEERS
 from isopos.lab.reports.plots import svg_text
-from isopos.lab.runs.files import write_json, write_text
+from isopos.lab.runs.files import damaged, mismatch, read_json, write_json, write_text
 from isopos.lab.timing import Row
 from isopos.ops.library import libraries
 
@@ -85,11 +84,15 @@ def earlier_rows(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
     """The rows of an earlier run in a folder; ValueError if the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
-    content, about = json.loads((folder / DATA).read_text()), machine(device) | {"rounds": rounds}
+    remedy = "remove it, or choose another folder with --out"
+    content = read_json(folder / DATA, dict, remedy)
+    about = machine(device) | {"rounds": rounds}
     for name in ("rounds", "versions", "dtype", *(("cpu", "threads") if device == "cpu" else ("device",))):
         if content.get(name) != about[name]:
             expected = f"{name} {content.get(name)} as in {folder / DATA}"
             raise ValueError(f"resume: expected {expected}, got {about[name]}; choose another folder with --out")
+    if wrong := mismatch(content, {"rows": list[dict]}):
+        damaged(folder / DATA, wrong, remedy)
     return [Row.from_json(row) for row in content["rows"]]
 
 

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.commands.check import UNMEASURED
-from isopos.lab.runs.files import printable
+from isopos.lab.runs.files import printable, read_text
 from isopos.spec import read
 
 
@@ -34,9 +34,12 @@ def run(options: Options, console: Console) -> int:
     from isopos.audit import audited
     from isopos.laws.checks import raised_at
 
+    if options.html and not Path(options.html).absolute().parent.is_dir():
+        raise ValueError(f"html: expected a file in a folder that exists, got {options.html}; make the folder first")
+    text = read_text(Path(options.text), "give a text in UTF-8") if options.text else None
     try:
         names = [piece.text for piece in read("checks", options.checks).split(",")] if options.checks else None
-        report = audited(options.model, names, Path(options.text).read_text(encoding="utf-8") if options.text else None)
+        report = audited(options.model, names, text)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

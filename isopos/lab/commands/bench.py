@@ -50,6 +50,9 @@ def run(options: Options, console: Console) -> int:
     if options.compiled and section != "exactness":
         raise ValueError(f"compiled: expected the section exactness, got {section}")
     if section == "exactness":
+        for name in ("allocator", "backend", "state", "rounds", "out", "overwrite", "resume"):
+            value, default = getattr(options, name), getattr(Options(), name)
+            require(name, value, f"{default!r} with the section exactness, which has no races", value == default)
         exactness.print_tables(console, compiled=options.compiled)
         return 0
     if rounds < 1:
@@ -60,6 +63,11 @@ def run(options: Options, console: Console) -> int:
     used, unused = ("allocator", "backend") if device == "cpu" else ("backend", "allocator")
     ignored = getattr(options, unused)
     require(unused, ignored, f"all on {options.device}, whose option is --{used}", ignored == "all")
+    alone = not options.state or getattr(options, used) == "all"
+    require("state", options.state, f"--{used} alone, of which it is the former name", alone)
+    require(
+        "out", options.out, "none with the section accuracy, which has no races", not options.out or section != "accuracy"
+    )
     variants = processes.variants_of(device, options.state or getattr(options, used))
     folder = results.target(options.out, keep=not (options.overwrite or options.resume))
     rows = results.earlier_rows(folder, rounds, device) if options.resume and folder else []

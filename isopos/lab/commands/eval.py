@@ -139,7 +139,9 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
             "which has changed; restore the data, or score the changed data with --other-data"
         )
     if other:
-        now, then = data.infer(recipe.edit(batch=1)).as_dict(), recipe.as_dict()
+        alone = dict.fromkeys(("batch", "accumulate", "devices", "nodes"), 1)  # however many samples there are
+        alone |= {name: 0.0 for name in ("mixup", "cutmix") if hasattr(recipe.task, name)}
+        now, then = data.infer(recipe.edit(**alone)).as_dict(), recipe.as_dict()
         for name in recipe.task.inferred:
             require(f"data: {name}", now[name], f"{then[name]}, as in the model of {folder}", now[name] == then[name])
     return data, other
@@ -150,6 +152,8 @@ def _views(options: Options, task: Task) -> list[View]:
     require(
         "scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf")
     )
+    whole = options.scored < 1 or options.scored.is_integer()
+    require("scored", options.scored, "a whole number of tokens, or a share below 1", whole)
     require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
     entries = [read("view", text).entry("NAME=NUMBER") for text in options.view]

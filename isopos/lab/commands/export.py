@@ -1,5 +1,8 @@
 """`isopos export`: a run's language model as a folder for transformers, or as an ONNX file."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,19 +50,26 @@ def _write_transformers(model: Any, tokenizer: Any, folder: Path) -> None:
 
     from transformers import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports] # isort: skip
 
-    from_decoder(model).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    exported, fast = from_decoder(model), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    with _new(folder):
+        exported.save_pretrained(folder)
+        fast.save_pretrained(folder)
 
 
 def _write_onnx(model: Any, tokenizer: Any, folder: Path) -> None:
     from isopos.integrations.onnx import export_decoder
 
-    folder.mkdir(parents=True)
-    try:
+    with _new(folder):
         export_decoder(model.eval().cpu(), folder / "decoder.onnx")
         tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@contextmanager
+def _new(folder: Path) -> Iterator[None]:
+    """A new folder, which is removed if the context ends with an error."""
+    folder.mkdir(parents=True)
+    try:
+        yield
     except BaseException:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -1,5 +1,6 @@
 """`isopos generate`: text from a trained language model."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def generate(options: Options) -> Iterator[str]:
     """Yield pieces of generated text. The prompt is processed at once, then one token is sampled at a time."""
     import torch
 
-    from isopos.lab.data.tokenizers import tokenizer_of
+    from isopos.lab.data.tokenizers import Words, tokenizer_of
     from isopos.lab.runs import checkpoints
     from isopos.lab.tasks.decoding import pieces
     from isopos.models import Decoder
@@ -67,4 +68,6 @@ def generate(options: Options) -> Iterator[str]:
             f"tokens: expected at most {longest - len(text)} after this prompt, since the scheme has {longest} positions"
         )
     start = torch.from_numpy(text)[None]
-    return pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(options.seed))
+    apart = isinstance(tokenizer, Words) and not prompt[-1].isspace()  # whose pieces end with a space
+    sampled = pieces(model, tokenizer, start, tokens, temperature, top_p, torch.Generator().manual_seed(options.seed))
+    return itertools.chain([" "] * apart, sampled)

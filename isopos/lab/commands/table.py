@@ -192,11 +192,15 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
 
     rows = [row for row in table.rows if row.scheme]
     if chosen:
-        pieces = read("rows", chosen).split(",")
-        names = [piece.text for piece in pieces]
-        for piece in pieces:
-            if not any(piece.text in (row.name, row.scheme) for row in rows):
-                raise piece.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
+        names, pieces = set(), read("rows", chosen).split(",")
+        known = {name for row in rows for name in (row.name, row.scheme)}
+        while pieces:  # the longest that fits, since names and schemes may have commas
+            first, *_ = pieces
+            fits = [n for n, last in enumerate(pieces, 1) if first.part(first.start, last.stop).text in known]
+            if not fits:
+                raise first.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
+            names.add(first.part(first.start, pieces[fits[-1] - 1].stop).text)
+            pieces = pieces[fits[-1] :]
         rows = [row for row in rows if row.name in names or row.scheme in names]
     else:
         absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}

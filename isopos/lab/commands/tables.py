@@ -45,6 +45,10 @@ def run(options: Options, console: Console) -> int:
             "runs its cells"
         )
     keys = options.format == "gguf-keys"
+    require("arch", options.arch, "no architecture with npz, which has none", keys or options.arch == Options.arch)
+    require(
+        "length", options.length, "no length with gguf-keys, which have none", not keys or options.length == Options.length
+    )
     suffix = ".json" if keys else ".npz"
     require("out", options.out, f"a name that ends with {suffix}", not options.out or options.out.endswith(suffix))
     path = Path(options.out or options.scheme.replace(":", "+").replace("/", "-") + suffix)

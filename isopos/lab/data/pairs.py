@@ -173,7 +173,7 @@ def table_pairs(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:
 
 def table_names(source: Source, endings: Sequence[str] | None = None) -> list[str]:
     """Names of the documents with such a suffix; by default tables of a folder, or all documents of a file."""
-    wanted = tuple(endings or ([""] if Path(source.name).is_file() else [".tsv"]))
+    wanted = tuple(ending.lower() for ending in endings or ([""] if Path(source.name).is_file() else [".tsv"]))
     return [name for name, _ in source.read(raw=False) if name.lower().endswith(wanted)]
 
 
@@ -188,10 +188,12 @@ def _side_by_side(source: Source, endings: Sequence[str]) -> Iterator[tuple[str,
     """Pairs of lines of two files in a folder whose names differ in their suffixes."""
     names = table_names(source, [f".{ending}" for ending in endings])
     for name in names:
-        side = endings.index(name.rpartition(".")[2])
-        partner = name.removesuffix(endings[side]) + endings[1 - side]
-        if partner not in names:
-            raise ValueError(f"data: expected {partner} next to {name}, got none; repair --languages, or add the file")
+        stem, _, ending = name.rpartition(".")
+        side = [one.lower() for one in endings].index(ending.lower())
+        expected = f"{stem}.{endings[1 - side]}"
+        partner = next((other for other in names if other.lower() == expected.lower()), None)
+        if partner is None:
+            raise ValueError(f"data: expected {expected} next to {name}, got none; repair --languages, or add the file")
         if side == 0:
             sides = [(one, _lines(source, one)) for one in (name, partner)]
             yield from ((name, pair) for pair in _zipped(*sides))

@@ -97,7 +97,7 @@ def _read(
         if first is None and isinstance(moment, float) and unit == "seconds" and (date := _compact(cells[at])):
             wanted = f"a time or a number, but this may be either; write {date.isoformat()}, or {cells[at]}.0 for a number"
             raise row_error(name, line, f"{titles[at]}: expected {wanted}, got {cells[at]!r}", at + 1)
-        if moment is None or type(moment) is not type(first or moment):
+        if moment is None or type(moment) is not type(moment if first is None else first):
             kind = "a number" if isinstance(first, float) else "an ISO time"
             what = "an ISO time or a number" if first is None else f"{kind}, as the first"
             raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)

@@ -322,15 +322,14 @@ def _hub(source: str, tables: bool) -> Source:
 
 
 def _objects(rows: Any) -> Iterator[str]:
-    """Rows of a dataset as JSON; classes are given by name, and unknown ones (below 0) are omitted."""
+    """Rows of a dataset as JSON; classes are given by name, unknown ones (below 0) as null."""
     import datasets
 
     classes = {name: kind for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
     for row in _rows_of(rows):
         for name, kind in classes.items():
-            number = row.pop(name)
-            if number is not None and number >= 0:
-                row[name] = kind.int2str(number)
+            number = row[name]
+            row[name] = None if number is None or number < 0 else kind.int2str(number)
         yield json.dumps(row, default=str)
 
 

@@ -93,7 +93,9 @@ def ranking(folder: Path) -> "Ranking":
     def rank(scheme: str) -> float:
         if scheme not in finished or not shared:
             return float("inf")
-        return main.rank(statistics.mean(by_scheme[scheme][seed].scores[main.title] for seed in shared))
+        values = [by_scheme[scheme][seed].scores[main.title] for seed in shared]
+        found = [value for value in values if value is not None]
+        return main.rank(statistics.mean(found)) if len(found) == len(values) else float("inf")
 
     ordered = sorted(by_scheme, key=rank)
     best, speed = by_scheme[ordered[0]] if ordered else {}, about.get("speed", {})

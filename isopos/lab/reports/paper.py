@@ -121,6 +121,8 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
                 stand_in |= scored.get("split", column.split) != column.split
                 if scored["value"] is None:
                     reasons[column.title] = scored["reason"]
+                elif column.after < 1 and not curve:
+                    reasons[column.title] = "not validated"
                 else:
                     values[column.title][seed] = scored["value"] if column.after == 1 else _early(curve, column.after)
     return RowResults(row, values, curves, reasons, stand_in)

@@ -5,6 +5,7 @@ size, and have the expected fields and types; otherwise `Damaged` names the file
 """
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -147,6 +148,8 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             if time.time() - other.stat().st_mtime > ABANDONED:
                 other.unlink()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     try:
         yield part
         with part.open("rb+") as file:

@@ -193,7 +193,8 @@ def load_table(name: str) -> PaperTable:
         known = f"; isopos tables {name} writes the arrays of the scheme" if name.partition(":")[0] in CATALOG else ""
         raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}{known}")
     try:
-        values = {RENAMED.get(key, key): value for key, value in tomllib.loads(read_text(path, "put it right")).items()}
+        text = read_text(path, "put it right").removeprefix("\ufeff")
+        values = {RENAMED.get(key, key): value for key, value in tomllib.loads(text).items()}
         tables = {"columns": list[dict], "rows": list[dict], "corpora": dict[str, dict]}
         if wrong := mismatch(values, {name: kind for name, kind in tables.items() if name in values}):
             raise ValueError(wrong)

@@ -209,8 +209,10 @@ class ForecastSamples(Samples):
         if not len(errors):
             return Scored(reason=f"split: expected values in {view.split}, got none")
         mae, naive = np.abs(errors).mean(0).tolist()
-        figures = {"mae": mae, "mse": float(np.square(errors[:, 0]).mean()), "naive": mae / naive if naive else float("inf")}
-        return Scored(figures | {"values": len(errors)})
+        figures = {"mae": mae, "mse": float(np.square(errors[:, 0]).mean()), "values": len(errors)}
+        if naive > 1e-6:  # less is the rounding of float32: a forecast without errors has no ratio to it
+            figures["naive"] = mae / naive
+        return Scored(figures)
 
     def answers(self, model: Any, recipe: Recipe, split: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The forecasts of a model in evaluation mode and the true values, ``[n horizon c]``, of samples of a split."""
