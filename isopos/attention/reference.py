@@ -120,7 +120,7 @@ def softmax(
     if logits.shape[-1]:
         logits = logits - logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     weight = logits.exp()
-    weight = weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).tiny)
+    weight = weight / weight.sum(-1, keepdim=True).clamp_min(0.5)  # at least 1 with a key: the largest weight is exp(0)
     return outward(weight @ v + sum((weight[..., None] * rows(term)).sum(-2) for term in terms if term.side == "value"))
 
 
