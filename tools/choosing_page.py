@@ -74,6 +74,7 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         "",
         {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
     ),
+    ("images", "Which one for images, each pixel a token?", "", {"lrpe-4": ("Image",)}),
     (
         "images",
         "Which one for images whose content moves after training?",
