@@ -71,7 +71,7 @@ def planned(
     plain = feature_map is None or type(feature_map) is FeatureMap
     if not (plain and type(causal) is bool and (denominator is None or type(denominator) is str)) or library.watched():
         return None
-    if any(isinstance(each, tuple) and len(each) != 2 for each in (isometry, decay)):
+    if (isinstance(isometry, tuple) and len(isometry) != 2) or (isinstance(decay, tuple) and len(decay) != 2):
         return None  # the check says why
     g_q, g_k = decay if isinstance(decay, tuple) else (decay, decay)
     rho_q, rho_k = pair(isometry)

@@ -131,10 +131,11 @@ def json_rows(
             raise row_error(name, number, "expected an object of texts, got one too deep") from None
         if not isinstance(cells, dict):
             raise row_error(name, number, f"expected an object, as {{...}}, got {str(cells)[:40]}")
-        if cells.get(label) is None and named_split(name) == "test" and number == 1:
+        unknown = name.startswith("hf:") and cells.get(label, "") is None  # a class that the dataset has as unknown
+        if (unknown or label not in cells) and named_split(name) == "test" and number == 1:
             unlabelled(PurePosixPath(name).name)
             return
-        if name.startswith("hf:") and cells.get(label, "") is None:  # a class that the dataset states as unknown
+        if unknown:
             unlabelled(PurePosixPath(name).name)
             continue
         for one in (*columns, label):
