@@ -448,7 +448,6 @@ class InBasis(Encoding):
         self.is_complex, self.is_trivial = encoding.is_complex and basis.is_complex, encoding.is_trivial
         self.order, self.is_lift, self.is_paired = encoding.order, encoding.is_lift, basis.widening == 2
         self.group, self.features, self.out_features = encoding.group, basis.features, encoding.out_features
-
         self.max_length = encoding.max_length
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
@@ -530,8 +529,8 @@ class Partial(Encoding):
         return rescaled_parts((self.encoding, None), rho, factor)
 
 
-def shortest(parts: Iterable[Coupling]) -> int | None:
-    """The smallest `max_length` of several."""
+def shortest(parts: Iterable[Any]) -> int | None:
+    """The smallest `max_length` of several couplings, embeddings or schemes; None if all are unlimited."""
     return min((part.max_length for part in parts if part.max_length is not None), default=None)
 
 

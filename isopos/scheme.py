@@ -15,7 +15,7 @@ from isopos.catalog import at_least, expect
 from isopos.decays import RATES, Decay
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, Rotary
+from isopos.encodings import Coupling, Rotary, shortest
 from isopos.exact import ExactModule, appended, cast_down, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
@@ -152,8 +152,8 @@ class Scheme(nn.Module):
         kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
         if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
-        log_decay = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         heads = at_least("heads", heads)
+        log_decay = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
         self.decay = log_decay if isinstance(log_decay, Decay) else None
         self.forget = log_decay if isinstance(log_decay, ForgetGate) else None
@@ -349,8 +349,7 @@ class Scheme(nn.Module):
     @property
     def max_length(self) -> int | None:
         """Number of valid positions, from 0; None: unlimited."""
-        limits = (part.max_length for part in (self.encoding, self.embedding) if part is not None)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return shortest(part for part in (self.encoding, self.embedding) if part is not None)
 
     @property
     def normalised(self) -> bool:

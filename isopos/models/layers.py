@@ -10,6 +10,7 @@ from torch import nn
 
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
+from isopos.encodings import shortest
 from isopos.phases import Phase
 from isopos.positions import Group
 from isopos.scheme import Scheme
@@ -80,7 +81,7 @@ class PerLayer(nn.Module):
     @property
     def max_length(self) -> int | None:
         """Number of positions that all layers accept, from 0 on; None if unlimited."""
-        return min((scheme.max_length for scheme in self.each if scheme.max_length is not None), default=None)
+        return shortest(self.each)
 
     @property
     def outside(self) -> int:
