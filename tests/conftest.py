@@ -12,6 +12,7 @@ import torch
 from cases import SchemeCase
 
 from isopos import catalog, cli, feature_maps, schemes
+from isopos.ops import gpu
 
 hypothesis.settings.register_profile("isopos", deadline=None, max_examples=20, derandomize=True, database=None)
 hypothesis.settings.register_profile(
@@ -19,6 +20,22 @@ hypothesis.settings.register_profile(
 )  # --hypothesis-profile=fuzz: many examples, other ones at each run; those that fail are kept and come first
 hypothesis.settings.load_profile("isopos")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=gpu.interpreted())
+def _language_patched_once():
+    """Triton's interpreter patches its language at each call of a device function, which is half of its time, instead of once."""
+    interpreter, language = pytest.importorskip("triton.runtime.interpreter"), pytest.importorskip("triton.language")
+    patch = interpreter._patch_lang
+
+    def patch_once(function):
+        visible = [x for x in function.__globals__.values() if x is language or x is language.core]
+        is_done = visible and not any(language.core.is_builtin(x.load) for x in visible)
+        return interpreter._LangPatchScope() if is_done else patch(function)
+
+    interpreter._patch_lang = patch_once
+    yield
+    interpreter._patch_lang = patch
 
 
 def pytest_collection_modifyitems(items):

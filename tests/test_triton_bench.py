@@ -9,7 +9,7 @@ import torch
 from benchmarks import races as others
 from benchmarks.peers import PEERS
 from isopos.lab import timing
-from isopos.lab.bench import gpu, processes, races
+from isopos.lab.bench import ceilings, gpu, processes, races
 from isopos.ops import gpu as gate
 from isopos.ops import triton_rotate
 from isopos.ops.linear import triton, triton_step_kernel
@@ -38,6 +38,7 @@ def short(monkeypatch):
     """Run each workload once, with the workloads of other libraries registered."""
     monkeypatch.setattr(races, "PEERS", PEERS)
     monkeypatch.setattr(timing, "_calls", lambda *_: (1, 0))
+    monkeypatch.setitem(ceilings.MATRIX_SIZES, "cpu", 64)
 
 
 @pytest.mark.parametrize(("known", "section"), [(known, section) for known in (gpu.RACES, others.GPU) for section in known])
