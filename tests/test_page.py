@@ -44,17 +44,6 @@ def test_names_and_cells_are_escaped(folder):
     assert r"Data: &lt;script&gt;\x1b[2J$a$, &lt;u&gt;&amp;&lt;/u&gt;" in text
 
 
-def test_the_best_is_first_and_its_answers_are_shown(folder):
-    text = page.write(folder).read_text()
-    places = [text.index(f"<td>{scheme}</td>") for scheme in ("rope", "none", "retnet")]
-    assert places == sorted(places)
-    assert text.index("<h3>rope</h3>") < text.index("<h3>none</h3>")
-    assert "<h3>retnet</h3>" not in text
-    assert "<h2>Answers of rope</h2>" in text
-    assert "&lt;a&gt;rope" in text
-    assert "&lt;a&gt;none" not in text
-
-
 def test_pictures_among_the_answers_are_shown_and_nothing_that_looks_like_one(folder):
     image = "data:image/png;base64,iVBORw0KGgo="
     others = [image + '" onerror="x', "data:text/html;base64,aGE=", image + "\n"]
