@@ -181,29 +181,6 @@ def test_threads_share_the_tokens_of_few_heads(name):
             assert (other.double() - exact).abs().max() <= 3 * usual + 3e-6 * size
 
 
-STREAMED = ["rope", "permuteformer", "retnet", "lrpe-unitary", "lrpe-orthogonal", "lrpe-permutation", "cosformer", "none"]
-
-
-@NEEDED
-@each("denominator", ["plain", "encoded", "none"])
-@each("name", STREAMED)
-def test_streams_agree_with_the_whole(monkeypatch, name, denominator):
-    scheme = schemes.REGISTRY[name](32, 3, denominator=denominator)
-    x, draw = positions.sequence(9), torch.Generator().manual_seed(1)
-    q, k, v = with_edges(*(torch.randn(2, 3, 9, width, generator=draw) for width in (32, 32, 48)))
-    calls, step = [], cpu.Cpu._step
-    monkeypatch.setattr(cpu.Cpu, "_step", lambda *args: calls.append(1) or step(*args))
-    with torch.no_grad():
-        whole = linear_attention(*(a.double() for a in (q, k, v)), **scheme.at(x), causal=True)
-        state, found = State(), []
-        for i in range(9):
-            token = (a[..., i : i + 1, :] for a in (q, k, v))
-            out, state = linear_attention(*token, **scheme.at(x[i : i + 1], state=state), causal=True, return_state=True)
-            found.append(out)
-    assert len(calls) == 8
-    torch.testing.assert_close(torch.cat(found, -2), whole.float(), rtol=1e-4, atol=1e-4)
-
-
 @NEEDED
 @each(("axes", "served"), [((), True), ((3,), True), ((1, 3), True), ((2, 3), False)])
 def test_steps_of_any_axes_are_those_of_each_sample(monkeypatch, axes, served):

@@ -51,11 +51,13 @@ def choices_of(kind, feature_maps):
 def built(case, options):
     """A scheme with these options; None if it does not take them."""
     try:
-        return perturb(case.build(FEATURES if case.name else HEAD_DIM, HEADS, **options))
+        scheme = case.build(FEATURES if case.name else HEAD_DIM, HEADS, **options)
     except ValueError as error:
         if str(error).split(":")[0] not in options:  # no refusal of one of these
             raise
         return None
+    assert scheme.choices | options == scheme.choices
+    return perturb(scheme)
 
 
 def definition(scheme, given):

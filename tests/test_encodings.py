@@ -1,6 +1,6 @@
-"""Test the laws of unitary representations for every encoding of the table.
+"""Test the encodings of the table, and what each class takes and computes.
 
-test_schemes.py tests shifts, samples, copies, casts and devices, over the same rows.
+test_laws.py tests their laws, test_canonical.py their scores, test_schemes.py copies, casts and devices, over the same rows.
 """
 
 import math
@@ -49,12 +49,10 @@ learned = grouped([(type(case.make()).__name__, case.id, {"case": case}) for cas
 T = 9
 
 
-def operators(encoding, x, tokens=None):
-    """The matrix of each head and each (or each last) token, ``[*b h t d' d]``, from its columns."""
-    unit = torch.eye(encoding.features, dtype=torch.float64)
-    shape = (*x.shape[:-2], HEADS, tokens or x.shape[-2], encoding.features)
-    rho = encoding(x, torch.float64)
-    return torch.stack([rho.last(shape[-2])(row.expand(shape)) for row in unit], -1)
+def operators(encoding, x):
+    """The matrix of each head and each token, ``[*b h t d' d]``, from its columns."""
+    unit, rho = torch.eye(encoding.features, dtype=torch.float64), encoding(x, torch.float64)
+    return torch.stack([rho(row.expand(*x.shape[:-2], HEADS, x.shape[-2], -1)) for row in unit], -1)
 
 
 def scores(encoding, x, y, q, k):
@@ -83,25 +81,6 @@ def test_the_row_tells_what_the_encoding_is(case):
     rho = encoding(case.group.random(T))
     assert any(tensor.requires_grad for tensor in rho.tensors()) == case.learned
     assert rho(torch.randn(1, HEADS, T, HEAD_DIM)).shape == (1, HEADS, T, encoding.out_features)
-
-
-@every
-def test_relative_law(case):
-    """rho(x)^H rho(xy) = rho(1)^H rho(y), for every x and y, and with x^-1 where there are inverses."""
-    encoding, group = perturb(case.make()), case.group
-    x, y = group.random(3, T), group.random(3, T)
-    here, there, product, origin = (operators(encoding, at, T) for at in (x, y, group.compose(x, y), group.origin(T)))
-    close(here.mT @ product, origin.mT @ there)
-    assert case.id == "none" or not torch.allclose(here.mT @ product, origin.mT @ origin)
-    if group.is_grid or isinstance(group, Ring):
-        close(here.mT @ there, origin.mT @ operators(encoding, group.compose(group.inverse(x), y)))
-
-
-@every
-def test_isometry(case):
-    encoding = perturb(case.make())
-    x = torch.randn(3, HEADS, T, HEAD_DIM, dtype=torch.float64)
-    close(encoding(case.group.random(3, T), torch.float64)(x).norm(dim=-1), x.norm(dim=-1))
 
 
 @each(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import close, perturb
+from cases import close, perturb, with_edges
 from structures import over_covering
 
 import isopos
@@ -237,9 +237,14 @@ def test_an_old_name_and_what_was_pickled_by_it():
 @pytest.mark.parametrize("denominator", ["plain", "encoded", "none"])
 @pytest.mark.parametrize("name", PREPARED)
 def test_longer_than_tables_reach(prepared, name, denominator):
+    """With values wider than queries. The first tokens of states are compared with the whole in float64."""
     scheme, length = perturb(schemes.REGISTRY[name](32, 3, denominator=denominator)), 2 * AHEAD + 3
-    given, steps = content(scheme, length, 2), Stream(scheme)
+    q, k, v = with_edges(*content(scheme, length, 2))
+    given, steps = (q, k, torch.cat((v, v[..., :16].flip(-2)), -1)), Stream(scheme)
     expected, state = by_states(scheme, given)
+    first = [a[..., :9, :].double() for a in given]
+    whole = attention.linear_attention(*first, **scheme.at(isopos.sequence(9), dtype=torch.float64), causal=True)
+    torch.testing.assert_close(expected[..., :9, :], whole.float(), rtol=1e-4, atol=1e-4)
     assert torch.equal(torch.cat([steps(*token) for token in tokens(given)], -2), expected)
     assert len(prepared) == length - 1
     assert same(steps.state, state)
