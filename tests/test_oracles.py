@@ -134,24 +134,6 @@ def test_logits_of_an_extended_llama(rule, parameters, options):
     close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"learned": True}])
-def test_a_patched_llama_is_an_extended_one(options):
-    """Both the model's rotary code and our attention serve the patched model."""
-    from isopos.integrations.transformers import patch
-
-    parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-    llama, config = transformers("llama").LlamaForCausalLM, module("transformers").LlamaConfig
-    theirs = llama(config(**sizes, rope_parameters={"rope_type": "yarn", **parameters})).eval()
-    ours = llama(config(**sizes)).eval()
-    ours.load_state_dict(theirs.state_dict())
-    scheme = isopos.rope(16, 2, layout="half", attention="softmax", **options).extend("yarn", factor=4.0, trained=20)
-    tokens = torch.arange(29)[None]
-    with torch.no_grad():
-        found = patch(ours, scheme)(tokens).logits
-        assert (found - theirs(tokens).logits).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("rule", ["yarn", "longrope"])
 def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
     """transformers multiplies only cosines and sines, in GPT-NeoX, Phi-3 and others with a partial_rotary_factor."""
@@ -166,26 +148,6 @@ def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
     ours = isopos.rope(16, rotary_dim=8, layout="half", attention="softmax")
     at = ours.extend(rule, factor=4.0, trained=50, **({"rescale": factors} if parameters else {})).at(x[:, None])
     close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 4)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_a_patched_gpt_neox_is_an_extended_one(learned):
-    """Both the model's rotary code and our attention serve the patched model. Only ours supports the paper's form."""
-    from isopos.integrations.transformers import patch, patched
-
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-    own = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20, "partial_rotary_factor": 0.5}
-    neox, config = transformers("gpt_neox").GPTNeoXForCausalLM, module("transformers").GPTNeoXConfig
-    theirs = neox(config(**sizes, rope_parameters={"rope_type": "yarn", **own})).eval()
-    model = neox(config(**sizes)).eval()
-    model.load_state_dict(theirs.state_dict())
-    scheme = isopos.rope(16, 2, rotary_dim=8, layout="half", attention="softmax", learned=learned)
-    tokens = torch.arange(29)[None]
-    with torch.no_grad():
-        with patched(model, scheme.extend("yarn", factor=4.0, trained=20)):
-            assert (model(tokens).logits - theirs(tokens).logits).abs().max() < 1e-6
-        found = patch(model, scheme.extend("yarn", factor=4.0, trained=20, whole_logits=True))(tokens).logits
-        assert (found - theirs(tokens).logits).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["transformers Llama"])

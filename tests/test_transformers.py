@@ -259,35 +259,6 @@ def test_attention_of_every_family_is_what_is_defined(hf, family):
         close(found, expected, 1e-5)
 
 
-@ALL_OURS
-@torch.no_grad()
-def test_a_cache_gives_what_whole_sequences_give(model, name):
-    patch(model, scheme_of(name))
-    ids, cache, found = tokens(), None, []
-    whole = logits(model, ids)
-    for part in ids.split([5, 1, 3, 3], 1):
-        out = model(part, past_key_values=cache, use_cache=True)
-        cache, found = out.past_key_values, [*found, out.logits]
-    close(torch.cat(found, 1), whole)
-
-
-@ALL_OURS
-def test_padding_changes_nothing(model, name):
-    """Left padding, with positions from the first real token or the first row, and right padding."""
-    patch(model, scheme_of(name))
-    short, long = tokens(1, 8), tokens(1)
-    rows = torch.cat((torch.full((1, 4), 7), short), 1)
-    mask = torch.ones(2, LENGTH, dtype=torch.int64)
-    mask[0, :4] = 0
-    batch, expected = torch.cat((rows, long)), logits(model, short)[0]
-    for positions in (None, (mask.cumsum(-1) - 1).clamp_min(0)):
-        found = logits(model, batch, attention_mask=mask, position_ids=positions)
-        close(found[0, 4:], expected)
-        close(found[1:], logits(model, long))
-    found = logits(model, torch.cat((rows.roll(-4, 1), long)), attention_mask=mask.flip(1))
-    close(found[0, :8], expected)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["alibi", "t5", "permutation"])
 def test_generation_is_that_of_whole_sequences(model, name, way):
@@ -428,16 +399,6 @@ def test_as_many_keys_as_queries_are_where_these_are():
     assert pass_(x, same, mask)[0].equal(x)
     with pytest.raises(RuntimeError, match=r"past_key_values: expected .* of the same tokens .* got others"):
         pass_(x, key, mask)
-
-
-def test_half_precision(model):
-    ids = tokens()
-    with patched(model, scheme_of("alibi")):
-        expected = logits(model, ids)
-        model.bfloat16()
-        found = logits(model, ids)
-    assert found.dtype == torch.bfloat16
-    close(found.float(), expected, 0.2)
 
 
 # Encoders

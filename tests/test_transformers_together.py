@@ -11,6 +11,7 @@ from test_transformers import (
     HEADS,
     KEY_HEADS,
     LENGTH,
+    OURS,
     as_defined,
     close,
     encoder,
@@ -97,16 +98,18 @@ def test_attention_is_what_is_defined_however_the_scheme_is_extended(hf, family,
 PADDED = [
     *((family, "partial-decay") for family in FAMILIES),
     *(("Mistral", name) for name in SCHEMES if name != "partial-decay"),
+    *(("GPTNeoX", "rope"), ("Llama", "p-rope"), ("Llama", "rope")),
 ]
+PADDED = [(family, name, True) for family, name in PADDED] + [("Llama", name, False) for name in OURS]
 
 
-@pytest.mark.parametrize(("family", "name"), [*PADDED, ("GPTNeoX", "rope"), ("Llama", "p-rope"), ("Llama", "rope")])
+@pytest.mark.parametrize(("family", "name", "extended"), PADDED)
 @torch.no_grad()
-def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name):
-    """With left padding, grouped heads, chunks, explicit or default positions, and also with a window."""
+def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name, extended):
+    """With left or right padding, grouped heads, chunks, explicit or default positions, and also with a window."""
     options = {"sliding_window": 4} if family == "Mistral" else {}
-    model, scheme = make(hf, family, **options), made(name, of_few_keys(family), "yarn")
-    patch(model, scheme)
+    model = make(hf, family, **options)
+    patch(model, made(name, of_few_keys(family), "yarn") if extended else scheme_of(name))
     ids, pad = tokens(3), (0, 4, 1)
     mask = (torch.arange(LENGTH) >= torch.tensor(pad)[:, None]).long()
     counted = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -121,6 +124,10 @@ def test_padded_samples_go_on_from_a_cache_as_they_do_alone(hf, family, name):
         whole = torch.cat(found, 1)
         for i, n in enumerate(pad):
             close(whole[i, n:], alone[i])
+    moved = torch.stack([row.roll(-n) for row, n in zip(ids, pad, strict=True)])
+    whole = logits(model, moved, attention_mask=mask.flip(1))
+    for i, n in enumerate(pad):
+        close(whole[i, : LENGTH - n], alone[i])
 
 
 @pytest.mark.parametrize("name", ["xpos", "basis-of-key-heads", "alibi-of-key-heads", "angles-a-head"])
@@ -171,6 +178,7 @@ def test_a_rule_for_whole_logits_cannot_come_later(model):
 
 HALF = {
     "Llama": lambda: rope(),
+    "Mistral": lambda: isopos.alibi(HEAD_DIM, HEADS, **SOFTMAX),
     "GPTNeoX": lambda: rope(rotary_dim=PART),
     "Bert": lambda: isopos.learned(HEAD_DIM, HEADS, length=20, **SOFTMAX),
     "RoFormer": lambda: rope(base=100.0),
