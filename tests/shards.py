@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import ATTENTION, SchemeCase, inputs_of, named, parents_first, perturb
 from structures import covering
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _distributed_c10d as distributed
 
 import isopos
@@ -52,6 +53,36 @@ def on_ranks(size: int, run: Callable[[Any, int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return found
+
+
+def gradients(loss: Tensor, model: nn.Module) -> tuple[Tensor | None, ...]:
+    """Gradients of all parameters of a model."""
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def compare_losses(
+    model: nn.Module, run: Callable[..., Tensor], size: int, kind: Any, over: Callable[..., Any], error: float, mean: bool
+) -> None:
+    """Assert that losses of shards and their gradients have the sum, or the mean, that one process computes.
+
+    ``run(model, group)`` is the loss of whole samples, where the group is None, or of a member's shard in the context
+    ``over(model, group)``. The group is ``kind(group)`` of a group of `size` threads.
+    """
+    loss = run(model, None)
+    expected, models = gradients(loss, model), [copy.deepcopy(model) for _ in range(size)]
+
+    def member(group: Any, rank: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        group = kind(group)
+        with over(models[rank], group):
+            own = run(models[rank], group)
+        return own.detach(), gradients(own, models[rank])
+
+    losses, grads = zip(*on_ranks(size, member), strict=True)
+    share = size if mean else 1
+    assert sum(losses).item() / share == pytest.approx(loss.item(), abs=error)
+    for right, *found in zip(expected, *grads, strict=True):
+        if right is not None:
+            torch.testing.assert_close(sum(found) / share, right, rtol=0, atol=error * max(1, right.abs().max().item()))
 
 
 @dataclass

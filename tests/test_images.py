@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import close
 from PIL import Image
+from training import trained
 
 from isopos.lab.data import augment, images
 from isopos.lab.data.digits import draw_digits
@@ -595,12 +596,7 @@ def test_a_short_training_finds_which_side_a_dot_is_on_by_its_place(tmp_path):
         recipe = Recipe(task=Images(data=str(tmp_path / "dots"), pooling="sequence")).edit(scheme=scheme, **sizes)
         data = recipe.task.load(recipe)
         recipe = data.infer(recipe)
-        model = recipe.task.model(recipe)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        for step in range(1, 81):
-            optimizer.zero_grad()
-            data.loss(model, *data.batch(recipe, step)).backward()
-            optimizer.step()
+        model = trained(recipe, data, 80, 1e-2)
         found[scheme] = data.measure(model, recipe, View()).figures["accuracy"]
     assert found["sinusoidal"] > 0.9
     assert found["none"] < 0.8

@@ -12,6 +12,7 @@ import torch
 from cases import close
 from hypothesis import given
 from hypothesis import strategies as st
+from training import trained
 
 from isopos.lab.data import random_expressions
 from isopos.lab.data.expressions import (
@@ -346,12 +347,7 @@ def test_a_short_training_is_better_than_the_majority_and_shows_examples(tmp_pat
     recipe = Recipe(task=ListOps(data=str(tmp_path))).edit(scheme=TREE, batch=32, layers=1, model_dim=32, heads=2)
     data = recipe.task.load(recipe)
     recipe = data.infer(recipe)
-    model = recipe.task.model(recipe)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for step in range(1, 61):
-        optimizer.zero_grad()
-        data.loss(model, *data.batch(recipe, step)).backward()
-        optimizer.step()
+    model = trained(recipe, data, 60, 5e-3)
     usual = re.search(r"always 9 (\d+\.\d)%, by the first operator (\d+\.\d)%", data.summary)
     assert usual
     assert usual[1] == usual[2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import close
 from torch.nn import functional as F
+from training import trained
 
 from isopos import schemes
 from isopos.lab.recipes import Recipe
@@ -127,14 +128,9 @@ def test_what_does_not_fit_is_refused(tmp_path, edits, message):
 
 def test_a_short_training_finds_letters_by_their_neighbours_and_shows_examples(tmp_path):
     recipe, data = ready(tmp_path, scheme="rope:decay=retnet", mask_share=0.4)
-    model = recipe.task.model(recipe)
-    before = data.measure(model, recipe, View()).figures
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(1, 121):
-        optimizer.zero_grad()
-        data.loss(model, *data.batch(recipe, step)).backward()
-        optimizer.step()
-    after = data.measure(model.eval(), recipe, View()).figures
+    before = data.measure(recipe.task.model(recipe), recipe, View()).figures
+    model = trained(recipe, data, 120, 1e-2).eval()
+    after = data.measure(model, recipe, View()).figures
     assert after["loss"] < 1.5 < 5 < before["loss"]
     assert after["accuracy"] > 0.5 > before["accuracy"]
     first, second = data.examples(model, recipe, 2)

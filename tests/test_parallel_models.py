@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import each, named, perturb
-from shards import on_ranks
+from shards import compare_losses, on_ranks
 
 import isopos
 from isopos.lab.tasks.task import Recipe, View, find
@@ -29,26 +29,9 @@ TASKS = {  # schemes and sizes
 }
 
 
-def gradients(loss, model):
-    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-
-
 def compared(model, run, size, kind, error=1e-12):
     """Compare ``run(model)``, a loss of whole samples or of a shard, and its gradients over a group with one process."""
-    loss = run(model)
-    expected = gradients(loss, model)
-    models = [copy.deepcopy(model) for _ in range(size)]
-
-    def member(group, rank):
-        with models[rank].over(kind(group)):
-            own = run(models[rank])
-        return own.detach(), gradients(own, models[rank])
-
-    losses, grads = zip(*on_ranks(size, member), strict=True)
-    assert sum(losses).item() / size == pytest.approx(loss.item(), abs=error)
-    for right, *found in zip(expected, *grads, strict=True):
-        if right is not None:
-            torch.testing.assert_close(sum(found) / size, right, rtol=0, atol=error * max(1, right.abs().max().item()))
+    compare_losses(model, lambda own, _: run(own), size, kind, lambda own, group: own.over(group), error, mean=True)
 
 
 def zigzag(group):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import close
+from training import trained
 
 from isopos.lab.data.pairs import read_pairs, sequences
 from isopos.lab.data.splits import Splits
@@ -303,13 +304,7 @@ def test_longer_pairs_are_left_out_and_what_cannot_be_is_refused():
 def test_a_short_training_copies():
     more = {"operation": "copy", "batch": 32, "model_dim": 32, "samples": 1000, "vocabulary": 6, "length": 4}
     recipe, data = ready("ape-sequence:attention=softmax", **more)
-    model = recipe.task.model(recipe)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(200):
-        optimizer.zero_grad()
-        data.loss(model, *data.batch(recipe, step)).backward()
-        optimizer.step()
-    figures = data.measure(model, recipe, View()).figures
+    figures = data.measure(trained(recipe, data, 200, 1e-2), recipe, View()).figures
     assert figures["accuracy"] > 0.9
     assert figures["exact"] > 0.5
 

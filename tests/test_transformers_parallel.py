@@ -1,11 +1,9 @@
 """Test models of transformers over a group of processes (threads here): losses and gradients equal one process."""
 
-import copy
-
 import pytest
 import torch
 from cases import named
-from shards import on_ranks
+from shards import compare_losses, on_ranks
 from torch.nn import functional as F
 
 import isopos
@@ -31,27 +29,10 @@ def made(name, **options):
     return cls(config).double().eval()
 
 
-def gradients(loss, model):
-    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-
-
 def compared(model, run, size=2, kind=lambda group: group):
     from isopos.integrations.transformers import over
 
-    loss = run(model, None)
-    expected = gradients(loss, model)
-    models = [copy.deepcopy(model) for _ in range(size)]
-
-    def member(group, rank):
-        with over(models[rank], kind(group)):
-            own = run(models[rank], kind(group))
-        return own.detach(), gradients(own, models[rank])
-
-    losses, grads = zip(*on_ranks(size, member), strict=True)
-    assert sum(losses).item() == pytest.approx(loss.item(), abs=1e-9)
-    for right, *found in zip(expected, *grads, strict=True):
-        if right is not None:
-            torch.testing.assert_close(sum(found), right, rtol=0, atol=1e-9 * max(1, right.abs().max().item()))
+    compare_losses(model, run, size, kind, over, 1e-9, mean=False)
 
 
 def loss_of(tokens, mask):

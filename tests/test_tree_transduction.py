@@ -10,6 +10,7 @@ import torch
 from cases import close
 from hypothesis import given
 from hypothesis import strategies as st
+from training import trained
 
 from isopos.lab.data.labelled_trees import (
     LabelledTree,
@@ -382,14 +383,6 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.slow
 def test_a_short_training_mirrors_trees():
     recipe, data = ready(batch=32, samples=1000, depth=2, labels=6, model_dim=32)
-    model = recipe.task.model(recipe)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 200)
-    for step in range(200):
-        optimizer.zero_grad()
-        data.loss(model, *data.batch(recipe, step)).backward()
-        optimizer.step()
-        falling.step()
-    figures = data.measure(model, recipe, View()).figures
+    figures = data.measure(trained(recipe, data, 200, 1e-2), recipe, View()).figures
     assert figures["accuracy"] > 0.9
     assert figures["exact"] > 0.5
