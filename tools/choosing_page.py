@@ -66,7 +66,7 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ),
     ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
     ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
-    ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",)}),
+    ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
     ("listops", "Which one for nested expressions, read as a sequence?", "", {"lrpe-4": ("ListOps",)}),
     (
         "images",
@@ -74,12 +74,15 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
         "",
         {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
     ),
-    ("images", "Which one for images, each pixel a token?", "", {"lrpe-4": ("Image",)}),
+    ("images", "Which one for images, each pixel a token?", "", {"lrpe-4": ("Image",), "permuteformer-1": ("Image",)}),
     (
         "images",
         "Which one for images whose content moves after training?",
         "",
-        {"horn-shift": ("MNIST, 4 px", "MNIST, 8 px")},
+        {
+            "horn-shift": ("MNIST, 4 px", "MNIST, 8 px"),
+            "horn-shift-tiny-imagenet": ("Tiny-ImageNet, 4 px", "Tiny-ImageNet, 8 px"),
+        },
     ),
     (
         "scenes",
