@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=gpu.interpreted())
 def _language_patched_once():
-    """Triton's interpreter patches its language at each call of a device function, which is half of its time, instead of once."""
+    """Patch Triton's language once a launch; its interpreter does so at each call of a device function, half of its time."""
     interpreter, language = pytest.importorskip("triton.runtime.interpreter"), pytest.importorskip("triton.language")
     patch = interpreter._patch_lang
 

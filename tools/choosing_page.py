@@ -14,6 +14,7 @@ from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
 from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow
 from isopos.lab.tables.loader import load_table
+from isopos.lab.tasks.attentions import BASELINES
 from tools.results_page import ResultTable
 
 __all__ = ["answers", "content", "questions"]
@@ -129,6 +130,9 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
 
 
 def _is_of(kind: str, scheme: str) -> bool:
+    """Whether a row is a scheme with this kind of attention, and no baseline."""
+    if any(f"attention={name}" in scheme for name in BASELINES):
+        return False
     return not kind or (SOFTMAX in scheme) is (kind == "softmax")
 
 
