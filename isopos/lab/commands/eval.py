@@ -31,8 +31,9 @@ class Options:
     limit: int = -1  # Largest number of tokens or samples; 0: all; -1: as in training.
     view: tuple[str, ...] = ()  # Choices of a task, as NAME=NUMBER; for images height=48, width=64, shift=2.
     extend: str = ""
-    """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope or llama3, with options
-    as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all: yarn:factor=16."""
+    """Change the frequencies of a rotary scheme for each length, by linear, dynamic, yarn, longrope, llama3, dype or drop,
+    with options as in yarn:fast=16 or longrope:rescale=1+1.2+2.5+4. The factor is that of the length, or one for all:
+    yarn:factor=16."""
     device: str = "cpu"  # cpu, cuda, or auto, which takes a GPU if there is one.
     sequence_parallel: int = 1
     """Processes that hold each sample together, an equal part of its tokens each: for lengths that no single one could hold.
@@ -149,11 +150,8 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
 
 def _views(options: Options, task: Task) -> list[View]:
     """The views to score; ValueError if the task's samples do not have them."""
-    require(
-        "scored", options.scored, "a number of tokens, a share below 1, or 0 for all", 0 <= options.scored < float("inf")
-    )
-    whole = options.scored < 1 or options.scored.is_integer()
-    require("scored", options.scored, "a whole number of tokens, or a share below 1", whole)
+    countable = 0 <= options.scored < float("inf") and (options.scored < 1 or options.scored.is_integer())
+    require("scored", options.scored, "a whole number of tokens, a share below 1, or 0 for all", countable)
     require("limit", options.limit, "a number, 0 for all or -1 as in training", options.limit >= -1)
     multiples = options.length or dict.fromkeys(metric.view.multiple for metric in task.metrics)
     entries = [read("view", text).entry("NAME=NUMBER") for text in options.view]
