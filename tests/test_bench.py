@@ -541,8 +541,8 @@ def test_a_separate_process():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["retnet", "permuteformer"])
 def test_memory_of_a_training_step_is_at_most_six_times_that_of_q(name):
-    # the least of three, as the allocator's arenas add up to half a q at random; the gradients alone are 3
-    assert 3 < min(processes.call("peak", spec=name, shape=races.Shape(8192)) for _ in range(3)) <= 6
+    # at most three times, as the allocator's arenas add up to half a q at random; the gradients alone are 3
+    assert any(3 < processes.call("peak", spec=name, shape=races.Shape(8192)) <= 6 for _ in range(3))
 
 
 def test_the_formulas_of_others_rotate_as_ours_does():
