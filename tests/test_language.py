@@ -60,7 +60,7 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
     assert calm == isopos(*write, "--temperature=0", "--seed=1")[1] == isopos(*write, "--top-p=1e-9")[1]
     assert calm != isopos(*write, "--temperature=3")[1]
     assert "temperature: expected 0 or a positive number" in isopos(*write, "--temperature=-1")[2]
-    assert "scored: expected a number of tokens" in isopos("eval", "runs/run", "--scored=-1")[2]
+    assert "scored: expected a whole number of tokens" in isopos("eval", "runs/run", "--scored=-1")[2]
 
 
 def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
