@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least, expect
-from isopos.exact import ExactModule, Weight, cast_down, full_precision, normal, to_float64
+from isopos.exact import ExactModule, Weight, cast_down, full_precision, normal, offsets, to_float64
 from isopos.ops import gpu
 from isopos.positions import Group, Line, lines
 from isopos.terms import Clipped, DistanceKernel, Indexed, Numbers, Offsets, Term
@@ -324,7 +324,7 @@ def _offset_term(
 ) -> Indexed | Offsets:
     """A term with the buckets of all pairs, or with one bucket per offset; offsets beyond the last start share a bucket."""
     if not _can_be_lazy(x, y):
-        return Indexed(table, side, bucket(y.long()[..., None, :, 0] - x.long()[..., :, None, 0]))
+        return Indexed(table, side, bucket(offsets(x.long(), y.long())))
     largest = int(starts[-1])
     return Offsets(table, side, x, y, bucket(torch.arange(-largest, largest + 1, device=x.device)))
 

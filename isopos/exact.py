@@ -22,6 +22,12 @@ def normal(generator: torch.Generator | int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
+def offsets(x: Tensor, y: Tensor) -> Tensor:
+    """Offsets y_j - x_i ``[*b t s]`` of positions ``[*b t 1]`` and ``[*b s 1]``; integers become int64."""
+    x, y = (z if z.is_floating_point() else z.long() for z in (x, y))
+    return y[..., None, :, 0] - x[..., :, None, 0]
+
+
 HAS_FLOAT64 = {"cpu": True, "cuda": True, "meta": True, "mps": False}
 """Whether a type of device has float64; other types are tried once."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
+from isopos.exact import offsets
 from isopos.graphs import graph
 from isopos.images import frames, patches
 from isopos.times import timestamps
@@ -140,7 +141,7 @@ class Line(Group):
         return -x
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        return _differences(x, y).abs()
+        return offsets(x, y).abs()
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
         """Integers from -500 to 500."""
@@ -184,7 +185,7 @@ class Ring(Group):
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """The shorter way around."""
-        forward = _differences(x, y) % self.period
+        forward = offsets(x, y) % self.period
         return torch.minimum(forward, self.period - forward)
 
     def random(self, *shape: int, generator: torch.Generator | None = None) -> Tensor:
@@ -477,12 +478,6 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
             repeated = renumber(repeated, group.parts[i]._parents, lambda parent, n=after, first=first: parent * n + first)
         columns.append(repeated)
     return torch.cat(columns, -1)
-
-
-def _differences(x: Tensor, y: Tensor) -> Tensor:
-    """y_j - x_i ``[*b t s]`` of one coordinate."""
-    x, y = (z if z.is_floating_point() else z.long() for z in (x, y))
-    return y[..., None, :, 0] - x[..., :, None, 0]
 
 
 def _one_batch(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.deprecation import renamed
-from isopos.exact import describe
+from isopos.exact import describe, offsets
 from isopos.ops import clipped
 
 __all__ = ["Clipped", "DistanceKernel", "Indexed", "Numbers", "Offsets", "Term"]
@@ -119,8 +119,7 @@ class _OfPositions(Term, ABC):
 
     def offsets(self) -> Tensor:
         """The key's position minus the query's on a line, for all pairs ``[*b t s]``."""
-        x, y = (a if a.is_floating_point() else a.long() for a in (self.x, self.y))  # int32 would overflow
-        return y[..., None, :, 0] - x[..., :, None, 0]
+        return offsets(self.x, self.y)
 
     def offset(self, samples: int) -> PairFunction:
         """A function for the offset of one pair on a line."""
