@@ -150,6 +150,26 @@ def test_logits_of_partial_rotary_are_sharper_in_rotated_features_alone(rule):
     close(at["scale"] * at["isometry"](q) @ at["isometry"](k).mT, theirs_q @ theirs_k.mT / 4)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_patched_gpt_neox_is_an_extended_one(learned):
+    """Both the model's rotary code and our attention serve the patched model. Only ours supports the paper's form."""
+    from isopos.integrations.transformers import patch, patched
+
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    own = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20, "partial_rotary_factor": 0.5}
+    neox, config = transformers("gpt_neox").GPTNeoXForCausalLM, module("transformers").GPTNeoXConfig
+    theirs = neox(config(**sizes, rope_parameters={"rope_type": "yarn", **own})).eval()
+    model = neox(config(**sizes)).eval()
+    model.load_state_dict(theirs.state_dict())
+    scheme = isopos.rope(16, 2, rotary_dim=8, layout="half", attention="softmax", learned=learned)
+    tokens = torch.arange(29)[None]
+    with torch.no_grad():
+        with patched(model, scheme.extend("yarn", factor=4.0, trained=20)):
+            assert (model(tokens).logits - theirs(tokens).logits).abs().max() < 1e-6
+        found = patch(model, scheme.extend("yarn", factor=4.0, trained=20, whole_logits=True))(tokens).logits
+        assert (found - theirs(tokens).logits).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("name", ["transformers Llama"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_converted_llama_projections(peer, name, bias):
