@@ -79,3 +79,54 @@ def test_positions_are_those_of_the_scheme_and_misfits_are_refused():
     far = recipe.edit(farthest=12)
     with pytest.raises(ValueError, match="farthest: expected less than the 12 nodes, got 12"):
         far.task.check(far)
+
+
+def file_of(folder, edges):
+    path = folder / "edges.txt"
+    path.write_text("".join(f"{a} {b}\n" for a, b in edges))
+    return str(path)
+
+
+def test_parts_of_a_file_are_connected_with_all_their_edges_and_splits_share_no_node(tmp_path):
+    random = np.random.default_rng(0)
+    lattice = [(n, n + 1) for n in range(400) if n % 20 < 19] + [(n, n + 20) for n in range(380)]
+    names = random.permutation(1000)[:400]  # numbers with gaps
+    edges = [(b, a) if a % 2 else (a, b) for a, b in lattice] + [(7, 7), (0, 1)]
+    source = file_of(tmp_path, names[np.array(edges)])
+    order = np.argsort(np.argsort(names))
+    true = {frozenset((order[a], order[b])) for a, b in lattice}
+    seen = [set(np.flatnonzero([*map(len, part.neighbours)]).tolist()) for part in graphs.read_parts(source, 12)]
+    assert sum(map(len, seen)) == len(set.union(*seen))
+    assert min(map(len, seen)) > 30
+    for part in graphs.read_parts(source, 12):
+        assert all(frozenset((n, other)) in true for n, near in enumerate(part.neighbours) for other in near.tolist())
+        for _ in range(20):
+            edges = part.draw(random, 12)
+            assert np.isfinite(graphs.steps_between(edges, 12)).all()
+            assert len(edges) == len(np.unique(edges, axis=0))
+            assert (edges[:, 0] < edges[:, 1]).all()
+    ring = graphs.read_parts(file_of(tmp_path, [(n, (n + 1) % 200) for n in range(200)]), 12)[0]
+    drawn = np.concatenate([ring.draw(random, 12) for _ in range(50)])
+    assert len(drawn) == 50 * 11  # a part of a ring is a path, whose ends are numbered at random
+    assert np.bincount(drawn.flatten()).min() > 50
+
+
+def test_graphs_of_a_file_are_a_task(tmp_path):
+    source = file_of(tmp_path, [(n, n + 1) for n in range(300)])
+    _, data = ready("wire:axes=5", data=source)
+    assert data.name == source
+    assert data.sha256 == ready("wire:axes=5", data=source)[1].sha256 != ready("wire:axes=5")[1].sha256
+    other = file_of(tmp_path, [(n, n + k) for n in range(300) for k in (1, 2)])
+    assert data.sha256 != ready("wire:axes=5", data=other)[1].sha256
+    labels = np.bincount(data.labels("train"), minlength=4)
+    assert labels.min() > 3
+    for text, message in (
+        ("0 1\n1 x\n", "data: .*edges.txt, line 2: expected two numbers of nodes from 0 on, got '1 x'"),
+        ("0 1\n1 2\n", "vertices: expected at most 2, the nodes of the largest connected part for train in .*, got 12"),
+    ):
+        (tmp_path / "edges.txt").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            ready("wire:axes=5", data=source)
+    for missing, message in ((tmp_path / "none.txt", "No such file"), (tmp_path, "expected a plain file")):
+        with pytest.raises(ValueError, match=f"data: .*{message}"):
+            ready("wire:axes=5", data=str(missing))

@@ -27,6 +27,9 @@ class GraphDistance(PositionedTask):
     of nodes, which say nothing. The tokens are the same.
     """
 
+    data: str = ""
+    """A file of edges, two numbers of nodes per line, of a large graph whose connected parts are drawn; empty: points of a
+    square, joined to the nearest ones. See docs/data.md."""
     vertices: int = 24  # Nodes of a graph, a token each.
     farthest: int = 8  # Largest distance; larger ones count as it. It is the number of classes.
     graphs: int = 6000  # Number of graphs; a tenth each for validation and test.
@@ -58,10 +61,10 @@ class GraphDistance(PositionedTask):
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "GraphSamples":
         tenth = self.graphs // 10
         counts = (self.graphs - 2 * tenth, tenth, tenth)
+        large = graphs.read_parts(self.data, self.vertices) if self.data else ()
         with progress_bars(console) as progressing:
-            return GraphSamples(
-                self, graphs.prepare(0, counts, self.vertices, self.vertices - 1, self.farthest, progressing)
-            )
+            arrays = graphs.prepare(0, counts, self.vertices, self.vertices - 1, self.farthest, progressing, large)
+        return GraphSamples(self, arrays)
 
 
 class GraphSamples(Labelled):
@@ -71,7 +74,7 @@ class GraphSamples(Labelled):
         self.task, self.arrays, self.sha256, self.limit = task, arrays, arrays.sha256, task.validation_rows
         labels = {split: arrays[f"{split}-labels"] for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(len(rows), task.vertices) for split, rows in labels.items()}
-        self.name = "points of a square and their neighbours, drawn"
+        self.name = task.data or "points of a square and their neighbours, drawn"
         self.summary = f"{' + '.join(str(len(rows)) for rows in labels.values())} graphs of {task.vertices} nodes"
 
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
