@@ -12,18 +12,19 @@ from dataclasses import asdict
 from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
-from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow
+from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow, listed
 from isopos.lab.tables.loader import load_table
 from isopos.lab.tasks.attentions import BASELINES
 from tools.results_page import ResultTable
 
-__all__ = ["answers", "content", "questions"]
+__all__ = ["answers", "content", "overview", "questions"]
 
+OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
 SOFTMAX = "attention=softmax"
-QUESTIONS = (  # task, question, kind of attention or "" for both, columns of tables
+QUESTIONS = (  # task, data and attention, kind of attention or "" for both, columns of tables
     (
         "language",
-        "Which encoding for text from left to right, with linear attention?",
+        "Text from left to right, linear attention",
         "linear",
         {
             "lrpe-2": ("WikiText-103 test", "Books test"),
@@ -35,25 +36,25 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ),
     (
         "language",
-        "Which one with softmax attention?",
+        "Text from left to right, softmax attention",
         "softmax",
         {"newer-text": ("softmax",), "newer-text-shakespeare": ("softmax",), "newer-text-wikitext2": ("softmax",)},
     ),
     (
         "language",
-        "Which one with linear attention, if positions may depend on tokens?",
+        "Text, linear attention, positions that may depend on tokens",
         "linear",
         {"newer-content": ("linear",), "newer-content-shakespeare": ("linear",), "newer-content-wikitext2": ("linear",)},
     ),
     (
         "language",
-        "Which one with softmax attention, if positions may depend on tokens?",
+        "Text, softmax attention, positions that may depend on tokens",
         "softmax",
         {"newer-content": ("softmax",), "newer-content-shakespeare": ("softmax",), "newer-content-wikitext2": ("softmax",)},
     ),
     (
         "language",
-        "Which one for windows longer than in training?",
+        "Windows of text longer than in training",
         "",
         {
             "lengths": ("4,096", "16,384"),
@@ -65,20 +66,20 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
             "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
     ),
-    ("masked", "Which one for text read in both directions?", "", {"lrpe-1": ("Loss",)}),
-    ("glue", "Which one for labels of sentences, after such a training?", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
-    ("text", "Which one for labels of long texts, read as bytes?", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
-    ("listops", "Which one for nested expressions, read as a sequence?", "", {"lrpe-4": ("ListOps",)}),
+    ("masked", "Text read in both directions", "", {"lrpe-1": ("Loss",)}),
+    ("glue", "Labels of sentences, after such a training", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
+    ("text", "Labels of long texts, read as bytes", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
+    ("listops", "Nested expressions, read as a sequence", "", {"lrpe-4": ("ListOps",)}),
     (
         "images",
-        "Which one for images?",
+        "Images",
         "",
         {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
     ),
-    ("images", "Which one for images, each pixel a token?", "", {"lrpe-4": ("Image",), "permuteformer-1": ("Image",)}),
+    ("images", "Images, each pixel a token", "", {"lrpe-4": ("Image",), "permuteformer-1": ("Image",)}),
     (
         "images",
-        "Which one for images whose content moves after training?",
+        "Images whose content moves after training",
         "",
         {
             "horn-shift": ("MNIST, 4 px", "MNIST, 8 px"),
@@ -87,18 +88,18 @@ QUESTIONS = (  # task, question, kind of attention or "" for both, columns of ta
     ),
     (
         "scenes",
-        "Which one for images of several cameras, with softmax attention?",
+        "Images of several cameras, softmax attention",
         "",
         {"newer-scenes": ("softmax", "softmax, rays")},
     ),
-    ("scenes", "Which one for images of several cameras, with linear attention?", "", {"newer-scenes": ("linear",)}),
-    ("graphs", "Which one for nodes of graphs, with linear attention?", "", {"newer-graphs": ("linear",)}),
-    ("graphs", "Which one for nodes of graphs, with softmax attention?", "", {"newer-graphs": ("softmax",)}),
-    ("series", "Which one for series with a day and a week?", "", {"newer-series": ("MAE, times", "MAE, rows")}),
-    ("transduction", "Which one to copy, reverse or repeat a sequence?", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
+    ("scenes", "Images of several cameras, linear attention", "", {"newer-scenes": ("linear",)}),
+    ("graphs", "Nodes of graphs, linear attention", "", {"newer-graphs": ("linear",)}),
+    ("graphs", "Nodes of graphs, softmax attention", "", {"newer-graphs": ("softmax",)}),
+    ("series", "Series with a day and a week", "", {"newer-series": ("MAE, times", "MAE, rows")}),
+    ("transduction", "Sequences to copy, reverse or repeat", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (
         "tree-transduction",
-        "Which one to copy, mirror or reduce trees, or to take them apart?",
+        "Trees to copy, mirror, reduce or take apart",
         "",
         {"ape-2": ("Copy, depth", "Reorder, depth", "C3, depth", "TreeOps, depth")},
     ),
@@ -162,6 +163,17 @@ def content(known: Sequence[Question]) -> str:
 def answers(known: Sequence[Question]) -> str:
     """The generated part of docs/choosing.md."""
     return "\n".join(("", *(line for question in known for line in _section(question))))
+
+
+def overview(known: Sequence[Question]) -> str:
+    """The generated table of all answers at the top of docs/choosing.md."""
+    lines = []
+    for question in known:
+        groups = [f"{listed([row.name for row in rows])} ({count})" for count, rows in question.level]
+        counts = len(question.decided), question.data_sets
+        anchor = "".join(letter for letter in question.text.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
+        lines.append((f"[{question.text}](#{anchor})", "; ".join(groups) or "-", *map(str, counts)))
+    return f"\n{markdown(OVERVIEW, lines, 'llrr')}\n"
 
 
 def _section(question: Question) -> Iterator[str]:

@@ -46,7 +46,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
     asked = choosing_page.questions(tables)
     yield recommendations.FILE, choosing_page.content(asked)
-    yield ROOT / "docs" / "choosing.md", _filled("docs/choosing.md", {"answers": choosing_page.answers(asked)})
+    choosing = {"overview": choosing_page.overview(asked), "answers": choosing_page.answers(asked)}
+    yield ROOT / "docs" / "choosing.md", _filled("docs/choosing.md", choosing)
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
     yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md

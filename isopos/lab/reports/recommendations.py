@@ -74,33 +74,55 @@ class Question:
     """A question about data, and the comparisons that bear on it."""
 
     task: str  # the task of the laboratory
-    text: str  # the question
+    text: str  # the kind of data, and of attention
     comparisons: Sequence[Comparison]  # columns of tables
+
+    @property
+    def decided(self) -> list[Comparison]:
+        """The comparisons with intervals."""
+        return [each for each in self.comparisons if each.has_intervals]
+
+    @property
+    def data_sets(self) -> int:
+        """Number of data sets of these comparisons."""
+        return len({each.data for each in self.decided})
+
+    @property
+    def level(self) -> list[tuple[int, list[SchemeRow]]]:
+        """Rows that are behind in no comparison, with the number of comparisons that they are in.
+
+        First those in the most comparisons, then those in the most of the others, and so on.
+        """
+        groups, left = [], self.decided
+        while left and (found := _most_level(self.decided, left)):
+            rows, rest = found
+            groups.append((len(left) - len(rest), rows))
+            left = rest
+        return groups
 
     @property
     def answer(self) -> str:
         """The rows that are behind in no comparison, and how far this is known."""
-        decided = [each for each in self.comparisons if each.has_intervals]
+        decided = self.decided
         if not decided:
             first = "; ".join(f"{each.rows[0].name} ({each.table}, {each.column})" for each in self.comparisons)
             return f"Not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {first}."
-        parts, left = [], decided
-        while left and (found := _most_level(decided, left)):
-            rows, rest = found
-            named = ", ".join(f"{row.name} (`{row.scheme}`)" for row in rows[:LISTED])
-            more = f" and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
-            parts.append((len(left) - len(rest), named + more))
-            left = rest
-        parts += [(len(left), "none that is not behind in another")] if left else []
+        parts = [(count, listed([f"{row.name} (`{row.scheme}`)" for row in rows])) for count, rows in self.level]
+        left = len(decided) - sum(count for count, _ in parts)
+        parts += [(left, "none that is not behind in another")] if left else []
         (count, first), *later = parts
         compared = f"{count} of {len(decided)} comparison{'s' * (len(decided) > 1)}"
-        listed = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in later)))
-        text = f"Best, or not shown to be behind the best, {listed}."
+        found = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in later)))
+        text = f"Best, or not shown to be behind the best, {found}."
         others = sum(len(each.rows) - 1 for each in decided)
         behind = sum(each.verdict(row) == BEHIND for each in decided for row in each.rows)
-        sets = len({each.data for each in decided})
-        text = f"{text} Of the {others} other figures {behind} are shown to be behind."
+        sets, text = self.data_sets, f"{text} Of the {others} other figures {behind} are shown to be behind."
         return text if sets >= FEW_DATA else f"{text} Seen on {sets} data set{'s' * (sets > 1)}: not known for others."
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _most_level(
