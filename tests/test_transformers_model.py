@@ -308,6 +308,9 @@ def test_a_decoder_becomes_one(hf, kind, tmp_path):
     assert not loaded.training
     close(loaded(ids, use_cache=False).logits, decoder(ids), 1e-6)
     assert str(loaded.decoder) == str(decoder)
+    precise = own.from_decoder(decoder.double())
+    assert precise.dtype == torch.float64
+    close(precise(ids, use_cache=False).logits, decoder(ids), 1e-14)
 
 
 def test_runs_are_exported(hf, tmp_path, isopos, monkeypatch):

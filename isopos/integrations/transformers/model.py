@@ -28,7 +28,7 @@ FILE = "isopos_model"
 
 
 def from_decoder(decoder: Decoder) -> Any:
-    """An `IsoposForCausalLM` with the weights of a `Decoder` with a named scheme.
+    """An `IsoposForCausalLM` with the weights of a `Decoder` with a named scheme, and their dtype.
 
     Raises:
         ValueError: If no function of `isopos.schemes.REGISTRY` built the scheme, or if its options cannot be saved.
@@ -60,7 +60,7 @@ def from_decoder(decoder: Decoder) -> Any:
         window=layer.window,
         tie_word_embeddings=getattr(head, "weight", None) is decoder.tokens.weight,
     )
-    model = IsoposForCausalLM(config)
+    model = IsoposForCausalLM(config).to(decoder.tokens.weight.dtype)
     model.decoder.load_state_dict(decoder.state_dict())
     return model.train(decoder.training)
 
