@@ -1,0 +1,27 @@
+"""Test the files of graphs that docs/results was computed from."""
+
+import json
+
+import pytest
+
+from tools import public_data
+
+COUNTIES = [{"arcs": [[0, 1]]}, {"arcs": [[3]]}, {"arcs": [[[2, ~1]]]}]  # the first and the third share arc 1
+NOUNS = """  1 the licence
+00000010 03 n 01 entity 0 001 ~ 00000020 n 0000 |
+00000020 03 n 02 thing 0 object 0 003 @ 00000010 n 0000 + 00000099 v 0101 @i 00000030 n 0000 | with @ and n
+00000030 03 n 01 class 0 000 |
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "name", "edges"),
+    [
+        ("counties", json.dumps({"objects": {"counties": {"geometries": COUNTIES}}}), "us-counties.txt", "0 2\n"),
+        ("wordnet", NOUNS, "wordnet-nouns.txt", "0 1\n0 2\n"),
+    ],
+)
+def test_edges_are_those_of_the_source(tmp_path, kind, text, name, edges):
+    (tmp_path / "source").write_text(text)
+    public_data.main(kind, str(tmp_path / "source"), str(tmp_path / "new"))
+    assert (tmp_path / "new" / name).read_text() == edges
