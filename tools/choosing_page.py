@@ -95,7 +95,12 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
     ("scenes", "Images of several cameras, linear attention", "", {"newer-scenes": ("linear",)}),
     ("graphs", "Nodes of graphs, linear attention", "", {"newer-graphs": ("linear",)}),
     ("graphs", "Nodes of graphs, softmax attention", "", {"newer-graphs": ("softmax",)}),
-    ("series", "Series with a day and a week", "", {"newer-series": ("MAE, times", "MAE, rows")}),
+    (
+        "series",
+        "Series with a daily cycle",
+        "",
+        {name: ("MAE, times",) for name in ("newer-series", "newer-series-elecdemand", "newer-series-weather")},
+    ),
     ("transduction", "Sequences to copy, reverse or repeat", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (
         "tree-transduction",
