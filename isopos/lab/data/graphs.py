@@ -30,7 +30,8 @@ def prepare(
     """For each split, from the cache or drawn: `NAME-vectors`, `NAME-pairs` and `NAME-labels`.
 
     They are the lowest eigenvectors of each graph ``[n nodes axes]``, two of its nodes ``[n 2]``, and their distance, at
-    most `farthest`, less one ``[n]``. Distances are equally likely, except ones beyond a graph.
+    most `farthest`, less one ``[n]``. Distances are drawn with equal probability; a graph that lacks the drawn one is left
+    out, so distances that few graphs have are rarer.
 
     Args:
         large: For each split the graph whose parts are drawn; by default points of a square.
