@@ -21,6 +21,8 @@ __all__ = ["answers", "content", "overview", "questions"]
 
 OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
 SOFTMAX = "attention=softmax"
+GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
+SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 QUESTIONS = (  # task, data and attention, kind of attention or "" for both, columns of tables
     (
         "language",
@@ -93,13 +95,13 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         {"newer-scenes": ("softmax", "softmax, rays")},
     ),
     ("scenes", "Images of several cameras, linear attention", "", {"newer-scenes": ("linear",)}),
-    ("graphs", "Nodes of graphs, linear attention", "", {"newer-graphs": ("linear",)}),
-    ("graphs", "Nodes of graphs, softmax attention", "", {"newer-graphs": ("softmax",)}),
+    ("graphs", "Nodes of graphs, linear attention", "", dict.fromkeys(GRAPHS, ("linear",))),
+    ("graphs", "Nodes of graphs, softmax attention", "", dict.fromkeys(GRAPHS, ("softmax",))),
     (
         "series",
         "Series with a daily cycle",
         "",
-        {name: ("MAE, times",) for name in ("newer-series", "newer-series-elecdemand", "newer-series-weather")},
+        dict.fromkeys(SERIES, ("MAE, times",)),
     ),
     ("transduction", "Sequences to copy, reverse or repeat", "", {"ape-1": ("Copy", "Reverse", "Repeat")}),
     (
