@@ -28,7 +28,10 @@ def test_an_answer_names_the_rows_that_are_nowhere_behind():
     assert "in 2 of 2 comparisons: Level (`permuteformer`)." in answer
     other = replace(BEHIND, behind=0.0, half=None)
     answer = Question("toy", "?", [comparison(BEST, BEHIND), comparison(other, worse)]).answer
-    assert "in 2 of 2 comparisons: none that is not behind in another. Of the 2 other figures 2 are" in answer
+    assert (
+        "each row is shown to be behind in a comparison. Best: Best (`rope`; toy, column); Behind (`none`; toy, column). Of the 2 other figures 2 are"
+        in answer
+    )
 
 
 def test_comparisons_of_other_rows_have_answers_of_their_own():
@@ -50,7 +53,7 @@ def test_three_data_sets_are_not_few_and_four_rows_are_listed():
 def test_without_intervals_nothing_is_known():
     rows = (replace(BEST, spread=None), replace(LEVEL, spread=None, half=None))
     question = Question("toy", "?", [comparison(*rows, seeds=1)])
-    assert question.answer == "Not known, with fewer than 3 seeds. Best by means alone: Best (toy, column)."
+    assert question.answer == "Not known, with fewer than 3 seeds. Best by means alone: Best (`rope`; toy, column)."
     assert cells(question.comparisons[0]) == [
         ("Best", "rope", "1", "-", "best"),
         ("Level", "permuteformer", "1.1", "0.1", "no interval"),

@@ -631,13 +631,23 @@ def test_the_sources_of_corpora_and_of_those_from_whose_runs_they_start():
 def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
     table, data = load_table("lrpe-2"), SimpleNamespace(name="mine")
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"
-    for seeds, corpus, argument in ((3, "books", "a"), (1, "wikitext-103", "b c"), (1, "wikitext-103", "b c")):
-        monkeypatch.setattr(sys, "argv", ["isopos", "table", argument])
+    for seeds, corpus, *arguments in (
+        (2, "books", "a", "--seeds=2", "--device", "cpu"),
+        (3, "books", "a", "--seeds", "3", "--rates", "0.5", "1e-1", "--device", "cpu"),
+        (1, "wikitext-103", "b c"),
+        (1, "wikitext-103", "b c"),
+        (1, "books", "a", "--device", "cpu"),  # fewer seeds
+    ):
+        monkeypatch.setattr(sys, "argv", ["isopos", "table", *arguments])
         reproduce._note(tmp_path, table, reproduce.Options("lrpe-2", "tiny", seeds=seeds), {corpus: data}, "cpu")
     assert json.loads((tmp_path / "about.json").read_text()) == {
         "table": "lrpe-2",
         "scale": "tiny",
-        "commands": ["isopos table a", "isopos table 'b c'"],
+        "commands": [
+            "isopos table a --seeds 3 --rates 0.5 1e-1 --device cpu",
+            "isopos table 'b c'",
+            "isopos table a --device cpu",
+        ],
         "seeds": 3,
         "corpora": {"books": "mine", "wikitext-103": "mine"},
         "machine": machine,

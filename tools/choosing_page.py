@@ -179,7 +179,9 @@ def overview(known: Sequence[Question]) -> str:
         groups = [f"{listed([row.name for row in rows])} ({count})" for count, rows in question.level]
         counts = len(question.decided), question.data_sets
         anchor = "".join(letter for letter in question.text.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
-        lines.append((f"[{question.text}](#{anchor})", "; ".join(groups) or "-", *map(str, counts)))
+        lines.append(
+            (f"[{question.text}](#{anchor})", "; ".join(groups) or "none in all: it depends on the data", *map(str, counts))
+        )
     return f"\n{markdown(OVERVIEW, lines, 'llrr')}\n"
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 import shlex
 import sys
 import time
@@ -50,6 +51,7 @@ from isopos.spec import read
 
 ROUNDS = 21
 LOCK_SECONDS = 10.0  # to wait for the lock of about.json
+HOW_OFTEN = re.compile(r" --(seeds|rates)([ =]\d[\d.e-]*)+")  # arguments whose later value replaces an earlier one
 
 
 @dataclass(frozen=True)
@@ -300,13 +302,23 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
         about = {
             "table": options.table,
             "scale": options.scale,
-            "commands": [*dict.fromkeys([*before["commands"], shlex.join(["isopos", *sys.argv[1:]])])],
+            "commands": _commands(
+                before["commands"], shlex.join(["isopos", *sys.argv[1:]]), options.seeds >= before["seeds"]
+            ),
             "seeds": max(before["seeds"], options.seeds),
             "corpora": before["corpora"] | names,
             "machine": f"torch {torch.__version__}, {where}",
             "rates": list(options.rates),
         }
         write_json(path, about)
+
+
+def _commands(before: Sequence[str], command: str, whole: bool) -> list[str]:
+    """All commands whose cells a table shows: a whole one replaces the same with fewer seeds or other learning rates."""
+    if command in before:
+        return [*before]
+    same = HOW_OFTEN.sub("", command)
+    return [*(old for old in before if not whole or HOW_OFTEN.sub("", old) != same), command]
 
 
 def _missing_rounds(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:

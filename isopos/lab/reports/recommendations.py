@@ -105,8 +105,7 @@ class Question:
         """The rows that are behind in no comparison, and how far this is known."""
         decided = self.decided
         if not decided:
-            first = "; ".join(f"{each.rows[0].name} ({each.table}, {each.column})" for each in self.comparisons)
-            return f"Not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {first}."
+            return f"Not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {_best(self.comparisons)}."
         parts = [(count, listed([f"{row.name} (`{row.scheme}`)" for row in rows])) for count, rows in self.level]
         left = len(decided) - sum(count for count, _ in parts)
         parts += [(left, "none that is not behind in another")] if left else []
@@ -114,10 +113,17 @@ class Question:
         compared = f"{count} of {len(decided)} comparison{'s' * (len(decided) > 1)}"
         found = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in later)))
         text = f"Best, or not shown to be behind the best, {found}."
+        if left == len(decided):
+            text = f"It depends on the data: each row is shown to be behind in a comparison. Best: {_best(decided)}."
         others = sum(len(each.rows) - 1 for each in decided)
         behind = sum(each.verdict(row) == BEHIND for each in decided for row in each.rows)
         sets, text = self.data_sets, f"{text} Of the {others} other figures {behind} are shown to be behind."
         return text if sets >= FEW_DATA else f"{text} Seen on {sets} data set{'s' * (sets > 1)}: not known for others."
+
+
+def _best(comparisons: Sequence[Comparison]) -> str:
+    """The best row of each comparison."""
+    return "; ".join(f"{each.rows[0].name} (`{each.rows[0].scheme}`; {each.table}, {each.column})" for each in comparisons)
 
 
 def listed(names: Sequence[str]) -> str:
