@@ -283,6 +283,37 @@ def test_files_with_other_numbers_are_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_are_compared_with_the_largest_finite_number():
+    wanted = torch.tensor([100.0, -torch.inf, torch.nan])
+    program.compare("y", wanted + 1e-4, wanted, "")
+    for other in (wanted + 1e-2, torch.tensor([100.0, 0.0, torch.nan])):
+        with pytest.raises(ValueError, match="y: expected"):
+            program.compare("y", other, wanted, "")
+
+
+def test_windows_and_few_positions_are_refused():
+    rope = isopos.rope(8, 4, attention="softmax")
+    for model, message in (
+        (isopos.Decoder(50, 32, 1, rope, window=3), "without a window, .* got a window of 3"),
+        (isopos.Decoder(50, 32, 1, isopos.learned(8, 4, model_dim=32, length=9)), "at least 15 positions.* got 9"),
+    ):
+        with pytest.raises(ValueError, match=f"model: expected .*{message}"):
+            program.export_decoder(model.eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["rope", "learned"])
+def test_decoders_of_shared_keys_and_of_few_positions_are_exported(scheme, tmp_path):
+    onnx = pytest.importorskip("isopos.integrations.onnx")
+    pytest.importorskip("onnxruntime")
+    few = isopos.learned(8, 4, model_dim=32, length=64, attention="softmax")
+    model = isopos.Decoder(50, 32, 1, isopos.rope(8, 4, attention="softmax") if scheme == "rope" else few, kv_heads=2)
+    onnx.export_decoder(model.eval(), tmp_path / "a.onnx")
+    (tmp_path / "b.onnx.data").touch()
+    with pytest.raises(ValueError, match=r"file: expected a new one, got .*b\.onnx\.data"):
+        onnx.export_decoder(model, tmp_path / "b.onnx")
+
+
 def test_examples_that_do_not_match_are_refused():
     module, x = torch.nn.ReLU(), torch.ones(2)
     with pytest.raises(ValueError, match="module: expected one in evaluation mode"):

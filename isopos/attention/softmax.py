@@ -13,7 +13,7 @@ from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentP
 from isopos.attention.pairs import added_to_logits, takes_part
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
-from isopos.exact import full_precision
+from isopos.exact import full_precision, is_exporting
 from isopos.maps import Identity
 from isopos.ops import householder
 from isopos.ops.library import watched
@@ -175,8 +175,10 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
     if not formed and not of_values:
         bias = (bias if bias.dtype == torch.bool else bias.to(q.dtype)).expand(*problem.batch, t, s)
         q, k, v = (x.expand(*problem.batch, *x.shape[-2:]) for x in (rho_q(q), rho_k(k), v))
+        if is_exporting() and q.ndim > 4:  # ONNX has attention of four axes only
+            q, k, v, bias = (x.flatten(0, q.ndim - 4) for x in (q, k, v, bias))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
-        return torch.where(alive, out, 0)
+        return torch.where(alive, out.reshape(*problem.batch, *out.shape[-2:]), 0)
     dtype = torch.promote_types(q.dtype, torch.float32)
     with full_precision(q.device):
         queries, keys = scale * rho_q(q.to(dtype)), rho_k(k.to(dtype))

@@ -37,7 +37,8 @@ def export(module: nn.Module, file: str | Path, inputs: Inputs, other: Inputs, o
     Raises:
         ImportError: Without the extra ``onnx``.
         ValueError: For a module in training mode, a file that exists, examples that do not match, an operation that ONNX
-            lacks, and outputs in onnxruntime that differ by more than 1e-5 of the largest number. The file is then removed.
+            lacks, and outputs in onnxruntime that differ by more than 1e-5 of the largest number, or of 1. The file is then
+            removed.
 
     Examples:
         >>> model = Decoder(50, 32, 2, isopos.rope(8, 4)).eval()  # doctest: +SKIP
@@ -48,8 +49,8 @@ def export(module: nn.Module, file: str | Path, inputs: Inputs, other: Inputs, o
     file = Path(file)
     if module.training:
         raise ValueError("module: expected one in evaluation mode, got training mode; call module.eval()")
-    if file.exists():
-        raise ValueError(f"file: expected a new one, got {file}, which exists; remove it or name another")
+    if taken := next((path for path in (file, file.with_name(f"{file.name}.data")) if path.exists()), None):
+        raise ValueError(f"file: expected a new one, got {taken}, which exists; remove it or name another")
     program = _program(module, inputs, other, list(outputs))
     program.save(file)
     try:
