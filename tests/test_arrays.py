@@ -194,7 +194,7 @@ def test_keys_give_the_logits_of_llama_cpp(rule, name, options, layout):
     scheme = isopos.schemes.build(name, head_dim, 2, {"attention": "softmax", "layout": layout, **options})
     if extension:
         scheme.extend(extension, **values)
-    said = gguf_keys(scheme, "llama" if layout == "interleaved" else "qwen2")
+    said = gguf_keys(scheme, "qwen2" if layout == "half" else "gptj" if "rotary_dim" in options else "llama")
     if name == "rope":
         assert {key.split("scaling.")[1] for key in said["keys"] if "scaling." in key} == scaling
         assert bool(said["tensors"]) == (rule in ("llama3", "longrope", "yarn-exact"))
@@ -217,11 +217,18 @@ def test_alibi_is_one_key():
     assert said["keys"] == {"mpt.attention.max_alibi_bias": 8.0}
 
 
+def test_what_the_code_of_llama_does_not_do_is_refused():
+    with pytest.raises(ValueError, match=r"architecture: expected one whose code in llama\.cpp adds ALiBi"):
+        gguf_keys(isopos.alibi(D, 12, attention="softmax"))
+    with pytest.raises(ValueError, match=r"architecture: expected one that rotates a part of a head, .* rotates all 8 f"):
+        gguf_keys(isopos.rope(8, rotary_dim=6, attention="softmax"))
+
+
 def test_what_llama_cpp_cannot_express_is_refused_with_the_reason():
     for case in PRESETS:
         scheme = case.build(attention="softmax")
         if case.name in ("rope", "p-rope", "alibi"):
-            assert gguf_keys(scheme)["keys"]
+            assert gguf_keys(scheme, "mpt" if case.name == "alibi" else "llama")["keys"]
         else:
             with named(case.id), pytest.raises(ValueError, match=r"scheme: expected one that llama\.cpp has, .* got \w+"):
                 gguf_keys(scheme)

@@ -162,7 +162,8 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
     """Metadata of a GGUF file of llama.cpp for a scheme: keys, and tensors that change frequencies.
 
     Linear and dynamic scaling, YaRN with its usual rounding, and ALiBi have keys. Any other frequencies are written as
-    a base and the tensor ``rope_freqs.weight``, by which llama.cpp divides them, as for Llama 3.1.
+    a base and the tensor ``rope_freqs.weight``, by which llama.cpp divides them, as for Llama 3.1. The architecture
+    ``llama`` loads this tensor; others of llama.cpp may not, and then refuse the file.
 
     Args:
         scheme: A scheme with softmax attention: ALiBi, or a rotation on a line of all or the first features, the same in
@@ -175,7 +176,7 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
         A dict of `architecture`, `pairs`, `keys` (values as int, float or str) and `tensors` (lists of float32 numbers).
 
     Raises:
-        ValueError: For a scheme that llama.cpp cannot express, with the reason.
+        ValueError: For a scheme that llama.cpp, or the architecture ``llama``, cannot express, with the reason.
 
     Source: llama.cpp, ``ggml_rope_ext`` and the keys of gguf-py's constants.py.
 
@@ -191,6 +192,10 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
         raise ValueError(f"architecture: expected a name such as llama or qwen2, got {architecture!r}")
     plain = {"architecture": architecture, "pairs": "none", "tensors": {}}
     if _is_alibi(scheme):
+        if architecture == "llama":
+            raise ValueError(
+                "architecture: expected one whose code in llama.cpp adds ALiBi, as mpt or bloom, got llama, which rotates"
+            )
         return plain | {"keys": {f"{architecture}.attention.max_alibi_bias": 8.0}}
     rotary, half, reason = _rotary(scheme)
     if rotary is None or reason:
@@ -202,6 +207,11 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
         raise ValueError(
             "architecture: expected one whose pairs are (i, i + n), as qwen2, for layout='half', got llama, whose pairs are "
             "(2i, 2i+1); or convert the weights by isopos.nn.convert_layout and pass layout='interleaved'"
+        )
+    if architecture == "llama" and 2 * rotary.pairs < scheme.encoding.features:
+        raise ValueError(
+            "architecture: expected one that rotates a part of a head, as gptneox or phi2, got llama, which rotates all "
+            f"{scheme.encoding.features} features"
         )
     keys, factors = _keys(scheme, rotary)
     tensors = {} if factors is None else {"rope_freqs.weight": np.float32(factors).tolist()}
