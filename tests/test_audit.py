@@ -255,6 +255,12 @@ def test_reports():
     assert str(whole).startswith("m: positions are BROKEN: shift")
 
 
+def test_numbers_that_are_not_finite_are_no_json_numbers():
+    curves = (("layer 0", (0.5, float("inf"), float("nan"))),)
+    said = Report("m", (Finding("a", "1", "broken", curves=curves, check="mask"),), ()).to_dict()
+    assert json.loads(json.dumps(said, allow_nan=False))["results"][0]["curves"] == [["layer 0", [0.5, None, None]]]
+
+
 def test_a_report_in_full():
     report = Report(
         "m",

@@ -1,5 +1,6 @@
 """Results of an audit: findings, and a report of them as text, a table or JSON."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,9 +111,10 @@ class Report:
         return tuple(a.measured + f" at {a.where}" * bool(a.where) for a in self.results if a.check == "encoding")
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report as JSON values."""
+        """The whole report as JSON values; numbers that are not finite, which JSON does not have, are None."""
         head = {"subject": self.subject, "sound": self.sound, "status": self.status, "verdict": self.verdict}
-        return head | {"results": [asdict(a) for a in self.results], "unmeasured": [asdict(a) for a in self.unmeasured]}
+        every = {"results": [asdict(a) for a in self.results], "unmeasured": [asdict(a) for a in self.unmeasured]}
+        return head | _finite(every)
 
     def __str__(self) -> str:
         """The verdict, the encodings, the findings that are not sound, and the sound checks by name."""
@@ -162,3 +164,12 @@ def merged(subject: str, reports: Iterable[tuple[str, Report]]) -> Report:
             results.append(replace(a, where=" ".join(filter(None, (f"{part}:", a.where)))))
         unmeasured += [Unmeasured(a.check, f"{part}: {a.reason}", a.failed) for a in report.unmeasured]
     return Report(subject, tuple(results), tuple(unmeasured))
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_finite(one) for one in value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

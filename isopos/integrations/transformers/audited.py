@@ -4,7 +4,8 @@ import copy
 import inspect
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,28 @@ def loaded(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ValueError(f"model: transformers does not read {folder}: {str(error).splitlines()[0]}") from None
-    transformers.utils.logging.disable_progress_bar()
     cls: Any = getattr(transformers, (config.architectures or [""])[0], None) or _class_of(transformers, config)
     if any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
-        return cls.from_pretrained(folder, local_files_only=True, dtype=config.dtype or torch.float32)
-    torch.manual_seed(0)
-    made = cls._from_config(config)
+        with _without_progress_bars():
+            return cls.from_pretrained(folder, local_files_only=True, dtype=config.dtype or torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = cls._from_config(config)
     made.config._name_or_path = str(folder)
     return made
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def example_tokens(folder: Path, text: str | None) -> Tensor | None:
@@ -124,7 +139,7 @@ class TransformersSubject(Subject):
         tokens = self.tokens(1, self.length)
         try:
             with torch.no_grad():
-                output = self.call(self.module, tokens)
+                output = self.call(copy.deepcopy(self.module), tokens)  # a call may change buffers
         except RuntimeError:
             return True
         return output.ndim == 3 and output.shape[:2] == tokens.shape
@@ -214,11 +229,8 @@ class TransformersSubject(Subject):
         return path.name
 
     def loaded_again(self) -> nn.Module:
-        from transformers.utils import logging
-
-        with tempfile.TemporaryDirectory() as folder:
-            model: Any = self.module
-            logging.disable_progress_bar()
+        with tempfile.TemporaryDirectory() as folder, _without_progress_bars():
+            model: Any = copy.deepcopy(self.module)  # saving writes into its configuration
             model.save_pretrained(folder)
             return type(model).from_pretrained(folder, local_files_only=True, dtype=model.dtype)
 

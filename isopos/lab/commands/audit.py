@@ -54,7 +54,7 @@ def run(options: Options, console: Console) -> int:
 
         soundness.write(report, Path(options.html))
     if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
         report.show(console, options.whole)
     return report.status
