@@ -337,13 +337,24 @@ def test_a_mask_of_pairs_takes_part(model, additive):
         assert torch.allclose(found, whole, atol=1e-3) is not hidden
 
 
-def test_another_attention_is_refused_while_the_scheme_is_in(model):
+def test_another_attention_is_refused_while_the_scheme_is_in(hf, model):
     patch(model, scheme_of("alibi"))
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"attn_implementation: expected 'isopos' .* got 'sdpa'"):
         logits(model, tokens())
     unpatch(model)
     logits(model, tokens())
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = hf.BertModel(hf.BertConfig(vocab_size=9, **sizes)).eval()
+    vit = hf.ViTModel(hf.ViTConfig(image_size=8, patch_size=4, **sizes)).eval()
+    for other, scheme, inputs in (
+        (bert, isopos.alibi(16, 2, attention="softmax"), torch.zeros(1, 4, dtype=torch.int64)),
+        (vit, isopos.rope_axial(16, 2, attention="softmax"), torch.zeros(1, 3, 8, 8)),
+    ):
+        patch(other, scheme)(inputs)
+        other.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match=r"attn_implementation: expected 'isopos' .* got 'sdpa'"):
+            other(inputs)
 
 
 def test_models_that_share_a_configuration_have_schemes_of_their_own(hf, model):

@@ -110,6 +110,17 @@ def test_bad_input(hf):
     normed = patch(make(hf, "Qwen3"), BASES["householder"](1))
     with pytest.raises(ValueError, match="model: expected projections straight ahead of the scheme"):
         absorb(normed)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    for kind, more in (("Olmo2", {}), ("Olmo", {"clip_qkv": 0.5})):  # norms over all heads, and clamped projections
+        config = getattr(hf, f"{kind}Config")(**sizes, pad_token_id=0, eos_token_id=1, **more)
+        between = patch(getattr(hf, f"{kind}ForCausalLM")(config), isopos.lrpe_orthogonal(16, heads=2, attention="softmax"))
+        with pytest.raises(ValueError, match=r"model: expected projections straight ahead of the scheme, got .* between"):
+            absorb(between)
+    gated = make(hf)
+    layer = gated.base_model.layers[0].self_attn
+    layer.q_proj = torch.nn.Linear(layer.q_proj.in_features, 2 * layer.q_proj.out_features, bias=False)
+    with pytest.raises(ValueError, match=r"model: expected .* rows of q_proj, queries alone, got"):
+        convert_layout(gated, to="interleaved")
     wide = patch(make(hf), BASES["householder"](HEADS))
     with pytest.raises(ValueError, match=f"got one of {HEADS} heads, several of which share a key"):
         absorb(wide)

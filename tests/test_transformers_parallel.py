@@ -132,7 +132,13 @@ def test_what_cannot_be_served_is_refused():
         assert model.config._attn_implementation == before
         t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(d_model=16, d_kv=4, num_layers=1, vocab_size=9))
         falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES))
-        for other, message in ((t5, "one stack of layers"), (falcon, "attention by transformers' interface")):
+        roberta = transformers.RobertaModel(transformers.RobertaConfig(**SIZES))
+        refused = (
+            (t5, "one stack of layers"),
+            (falcon, "attention by transformers' interface"),
+            (roberta, "positions that count from 0"),
+        )
+        for other, message in refused:
             with pytest.raises(ValueError, match=f"model: expected {message}"), over(other, group):
                 pass
 

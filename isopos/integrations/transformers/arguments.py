@@ -23,11 +23,7 @@ def of_tokens(
     owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...], columns: int
 ) -> Arguments:
     """Add the schemes, evaluated at the positions of tokens, to the arguments of a stack of layers."""
-    if owner.config._attn_implementation not in (ATTENTION, OVER):
-        raise ValueError(
-            f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
-            f"not know it, got {owner.config._attn_implementation!r}; unpatch(model) first"
-        )
+    _check_implementation(owner)
     arguments = dict(zip(names, args, strict=False)) | kwargs
     tokens, x = arguments.get("input_ids"), arguments.get("position_ids")
     tokens = arguments["inputs_embeds"] if tokens is None else tokens
@@ -42,6 +38,15 @@ def of_tokens(
     window, group = getattr(owner, WINDOW, None), kwargs.get(GROUP)
     made = {name: Evaluated(scheme, x, like, None if name is None else digits, window, group) for name, scheme in schemes}
     return args, {**kwargs, EVALUATED: made}
+
+
+def _check_implementation(owner: Any) -> None:
+    """Raise ValueError if a patched model has been given another attention."""
+    if owner.config._attn_implementation not in (ATTENTION, OVER):
+        raise ValueError(
+            f"attn_implementation: expected {ATTENTION!r} while the scheme is in the model, whose other attentions do "
+            f"not know it, got {owner.config._attn_implementation!r}; unpatch(model) first"
+        )
 
 
 def of_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None, cache: str | None) -> Arguments:
@@ -90,6 +95,7 @@ def of_words(embeddings: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Add the scheme at the positions of tokens, by default 0 to t - 1, to the arguments of BERT's layers."""
+    _check_implementation(encoder)
     features, position_ids = args[0] if args else kwargs["hidden_states"], kwargs.get("position_ids")
     over = shards(kwargs.get(GROUP), features.shape[1], features.device)
     x = sequence(features.shape[1], device=features.device)[None] if position_ids is None else position_ids[..., None]
@@ -99,6 +105,7 @@ def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Add the scheme to the arguments of a ViT: the class token is at the origin, patches count from 1 on each axis."""
+    _check_implementation(model)
     pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
     embed, scheme = model.embeddings.patch_embeddings, getattr(model, OWN)
     sides = [size // patch for size, patch in zip(pixels.shape[-2:], embed.patch_size, strict=True)]

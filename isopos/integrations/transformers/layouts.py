@@ -73,9 +73,11 @@ def absorb(model: Any) -> Any:
     projections = [rows for _, rows in _rows(model, state)]
     scheme: Scheme = rotary.scheme  # pyright: ignore[reportAssignmentType]
     new = []
-    if any(rows.ndim == 1 for rows in projections):
+    between = ["norms of queries and keys"] * any(name.split(".")[-2].endswith("_norm") for name, _ in _rows(model, state))
+    between += ["a limit clip_qkv"] * (getattr(text_part(model).config, "clip_qkv", None) is not None)
+    if between:
         raise ValueError(
-            "model: expected projections straight ahead of the scheme, got norms of queries and keys between them"
+            f"model: expected projections straight ahead of the scheme, got {' and '.join(between)} between them"
         )
     if few := [len(rows) for rows in projections if len(rows) % scheme.heads]:
         raise ValueError(
@@ -151,6 +153,12 @@ def _check_projections(part: Any) -> None:
         got = ", ".join(sorted(others)) or "none of these"
         raise ValueError(f"model: expected projections q_proj and k_proj, or query_key_value, and q_norm, k_norm, got {got}")
     for layer in layers:
+        queries = getattr(layer, "q_proj", None)
+        if queries is not None and len(queries.weight) != config.num_attention_heads * head_dim(config):
+            raise ValueError(
+                f"model: expected {config.num_attention_heads * head_dim(config)} rows of q_proj, queries alone, got "
+                f"{len(queries.weight)}, such as gates with them"
+            )
         joined = getattr(layer, "query_key_value", None)
         if joined is not None and len(joined.weight) != 3 * config.num_attention_heads * head_dim(config):
             raise ValueError("model: expected as many heads of keys as of queries in query_key_value, got fewer")

@@ -60,7 +60,8 @@ def from_decoder(decoder: Decoder) -> Any:
         window=layer.window,
         tie_word_embeddings=getattr(head, "weight", None) is decoder.tokens.weight,
     )
-    model = IsoposForCausalLM(config).to(decoder.tokens.weight.dtype)
+    model: Any = IsoposForCausalLM(config)
+    model.to(decoder.tokens.weight.dtype)
     model.decoder.load_state_dict(decoder.state_dict())
     return model.train(decoder.training)
 

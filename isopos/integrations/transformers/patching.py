@@ -41,7 +41,9 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, 
     The scheme becomes a part of the model: ``model.parameters()`` has its parameters. While patched, the model has a copy of
     its configuration, in which ``model.config.isopos`` holds the scheme's name, options, seed and fingerprint.
     ``save_pretrained`` saves them; `load` and ``patch(AutoModel....from_pretrained(folder))`` read them. Without isopos,
-    transformers refuses such a folder, since it does not know the name of the attention.
+    transformers refuses such a folder, since it does not know the name of the attention, unless the caller names another
+    one: then the model has its own positions. A part that is patched by itself, as the vision tower of a model, is saved
+    by its own ``save_pretrained`` only, not by that of the whole model.
 
     Args:
         model: A model with a rotary module or a table of positions, with any head. In a model of text and images the text

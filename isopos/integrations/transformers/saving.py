@@ -107,7 +107,7 @@ def tell(config: Any, scheme: Schemes, window: int | None = None) -> None:
     """Write a scheme into a configuration.
 
     A saved configuration also names our attention. Without isopos, transformers refuses this unknown name, so the model
-    does not silently run with other positions.
+    does not silently run with other positions, unless ``from_pretrained`` is told another name.
     """
     setattr(config, ENTRY, scheme_entry(scheme, window))
     config.attn_implementation = ATTENTION

@@ -79,6 +79,8 @@ def _check(model: Any, part: Any) -> None:
         what = "one stack of layers, got an encoder and a decoder, whose tokens are of two sequences"
     elif not reading.takes(part, "position_ids"):
         what = f"a model that takes position_ids, got {type(part).__name__}"
+    elif any(hasattr(module, "create_position_ids_from_input_ids") for module in part.modules()):
+        what = f"positions that count from 0, got those of {type(part).__name__}, which count from its padding token on"
     elif not types <= {*KINDS}:
         what = f"layers of {' and '.join(KINDS)}, got {', '.join(sorted(types - {*KINDS}))}"
     elif any(isinstance(module, nn.Conv1d) for module in part.modules()):

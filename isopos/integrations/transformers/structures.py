@@ -199,6 +199,10 @@ def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
     if getattr(config, "is_decoder", False):
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     embeddings = part.embeddings
+    if not (hasattr(part, "encoder") and hasattr(embeddings, "position_embeddings")):
+        raise ValueError(
+            f"model: expected embeddings.position_embeddings and an encoder, as BERT has, got {type(part).__name__}"
+        )
     _check(scheme, head_dim(config), head_counts(config), class_tokens=1)
     _check_embedding(scheme, config.hidden_size)
     zeros = Change(embeddings, "position_embeddings", AddedPositions(scheme, embeddings.position_embeddings.weight))
