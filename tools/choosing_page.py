@@ -108,7 +108,10 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "tree-transduction",
         "Trees to copy, mirror, reduce or take apart",
         "",
-        {"ape-2": ("Copy, depth", "Reorder, depth", "C3, depth", "TreeOps, depth")},
+        {
+            "ape-2": ("Copy, depth", "Reorder, depth", "C3, depth", "TreeOps, depth"),
+            "ape-2-sst": ("Copy, depth", "Reorder, depth"),
+        },
     ),
 )
 
