@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class FeatureMap:
         """phi(x)."""
         return self.forward(x)
 
+    def __reduce__(self) -> Any:
+        if FEATURE_MAPS.get(self.name) is self:
+            return _registered, (self.name,)
+        return super().__reduce__()
+
     def __hash__(self) -> int:
         return hash(FeatureMap)  # uses no field: the compiler of torch 2.11 hashes copies before it sets their fields
 
@@ -58,6 +63,11 @@ FeatureMap.__init__ = renamed_argument("slope", "derivative")(FeatureMap.__init_
 
 Phi: TypeAlias = Callable[[Tensor], Tensor]  # a `FeatureMap`, a `Favor`, or any other function of tensors
 FEATURE_MAPS: dict[str, FeatureMap] = {}
+
+
+def _registered(name: str) -> FeatureMap:
+    """The feature map of that name, which a pickle refers to."""
+    return FEATURE_MAPS[name]
 
 
 def register(feature_map: FeatureMap) -> FeatureMap:

@@ -1,6 +1,6 @@
 """Streams of attention: a call takes the next token or chunk; each shape of call is checked once; sums are kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,9 +108,13 @@ class Stream:
             v: Values.
             x: Positions ``[*b t c]``; on a line or a ring, by default `length` and the numbers after it.
             options: Options of the attention function: mask, segment_ids, ... A call with one that is not None is checked.
+
+        Raises:
+            ValueError: For what a stream has itself: a state, a group, and attention to later tokens.
         """
         if options:
-            options = {name: value for name, value in options.items() if value is not None}
+            options = {name: value for name, value in options.items() if value is not None or name == "denominator"}
+            _refuse_own(options)
         if options or (torch.is_grad_enabled() and self._differentiable(q, k, v, x)) or torch.compiler.is_compiling():
             return self._checked(q, k, v, x, options)
         steps = self._steps
@@ -261,6 +265,15 @@ class Stream:
             weights = self._decay.diff().exp().to(dtype).flatten(0, -2).T.contiguous()
         steps.look_ahead((features[0], features[1]), weights)
         self._rows = range(self.length, self.length + count)
+
+
+def _refuse_own(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of the attention function that a stream has itself."""
+    for name in ("state", "group", "return_state"):
+        if options.get(name):
+            raise ValueError(f"{name}: expected none with a Stream, which has its own state, got one")
+    if options.get("causal") is False:
+        raise ValueError("causal: expected True with a Stream, whose tokens see earlier ones only, got False")
 
 
 def _signature(*arguments: Tensor | None) -> tuple[Any, ...]:

@@ -319,7 +319,7 @@ def test_a_report_in_full():
     assert (
         Report("m", (*calm.results[1:], *calm.results[1:])).verdict == "m: positions are sound (4 results, 2 risks, 2 notes)"
     )
-    assert Report("m", ()).verdict == "m: positions could not be measured: no check applies"
+    assert Report("m", ()).verdict == "m: positions could not be measured: no check of positions applies"
     assert report.to_dict() == {
         "subject": "m",
         "sound": False,
@@ -697,3 +697,9 @@ def test_the_command_line(isopos, monkeypatch, tmp_path):
         code, _, err = isopos("audit", argument)
         assert code == 2
         assert message in err
+
+
+def test_a_module_without_positions_is_not_called_sound():
+    report = isopos.audit(torch.nn.Linear(3, 3), example=torch.randn(1, 3))
+    assert (report.status, report.sound) == (3, False)
+    assert report.verdict == "Linear: positions could not be measured: no check of positions applies"

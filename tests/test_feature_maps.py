@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import math
+import pickle
 
 import pytest
 import torch
@@ -269,3 +270,8 @@ def test_favor_with_added_channels_has_no_scales():
     weight = phi(q) @ phi(k).mT + a @ b.mT
     out = linear_attention(q, k, v, feature_map=phi, isometry=(Append(a), Append(b)), denominator="encoded")
     close(out, weight @ v / weight.sum(-1, keepdim=True))
+
+
+def test_registered_maps_are_pickled_by_name():
+    for feature_map in FEATURE_MAPS.values():
+        assert pickle.loads(pickle.dumps(feature_map)) is feature_map

@@ -120,3 +120,8 @@ def test_runs_of_words_and_pieces(kind, cutoffs, tmp_path, monkeypatch):
     if kind is Words:
         with pytest.raises(ValueError, match="prompt: expected at least one word, got '  '"):
             generate(Options(str(tmp_path), "  ", 1))
+    with pytest.raises(ValueError, match="prompt: expected text in UTF-8"):
+        generate(Options(str(tmp_path), "the \udcff", 1))
+    model.head.apply(lambda part: [weight.fill_(torch.nan) for weight in part.parameters()] and None)
+    with pytest.raises(ValueError, match="run: expected logits that are numbers, got nan"):
+        list(generate(Options(str(tmp_path), "the cat", 1)))

@@ -213,3 +213,13 @@ def test_transformers_have_one_for_all_layers():
 
     with pytest.raises(ValueError, match=r"^scheme: expected one for all layers, .* got one per layer"):
         from_decoder(layered("nope")[1])
+
+
+def test_a_layer_uses_further_arguments_among_those_of_the_scheme():
+    scheme, (x, ids) = isopos.rope(16, 4), isopos.packed([12, 8])
+    layer, tokens = isopos.Attention(64, scheme), torch.randn(1, 20, 64)
+    at, mask = scheme.at(x), torch.arange(20) < 15
+    for further, options in (({"segment_ids": ids}, {"segment_ids": ids}), ({"mask": mask, "causal": True}, None)):
+        wanted = layer(tokens, at, **(options or {"mask": mask, "causal": True}))
+        assert torch.equal(layer(tokens, at | further), wanted)
+        assert not torch.equal(layer(tokens, at), wanted)

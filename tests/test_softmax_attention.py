@@ -222,3 +222,13 @@ def test_one_of_three_may_have_samples_that_the_others_share(which):
     mask = torch.tensor([True, True, False, True, True])
     out = softmax_attention(*inputs, mask=mask, causal=True)
     close(out, reference.softmax(*inputs, mask=mask, causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_decays_are_exact_where_the_nearest_key_is_far(dtype):
+    scheme, x = schemes.alibi(16, 4, attention="softmax"), sequence(30)
+    q, k, v = torch.randn(3, 1, 4, 30, 16).to(dtype)
+    for far in (0, 5_000, 100_000):
+        found = softmax_attention(q, k, v, **scheme.at(x + far, x))
+        wanted = softmax_attention(q.double(), k.double(), v.double(), **scheme.at(x + far, x, dtype=torch.float64))
+        assert (found - wanted).abs().max() < 8 * torch.finfo(dtype).eps * v.abs().max()

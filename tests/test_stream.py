@@ -563,3 +563,12 @@ def test_threads_may_share_tables(monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda steps: torch.cat([steps(*token) for token in tokens(given)], -2), layers))
     assert all(torch.equal(out, expected) for out in found)
+
+
+def test_a_stream_refuses_what_it_has_itself():
+    stream, (q, k, v) = Stream(isopos.rope(16, 4)), torch.randn(3, 1, 4, 5, 16)
+    for name, value in (("causal", False), ("state", State()), ("group", "world")):
+        with pytest.raises(ValueError, match=f"{name}: expected .* with a Stream"):
+            stream(q, k, v, **{name: value})
+    assert stream.length == 0
+    assert not torch.allclose(Stream(stream.scheme)(q, k, v, denominator=None), stream(q, k, v))

@@ -183,6 +183,7 @@ def _with_near(total: Tensor, problem: LinearProblem, term: Clipped, shards: Sha
 def _with_all(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
     """Add any clipped term: values and positions of all shards are fetched, and queries are padded to the whole sequence."""
     fetched = _fetched(problem, {"v": (problem.v, -2), "y": (term.y, -2)}, shards, None, problem.causal)
+    fetched["v"] = fetched["v"].expand(*problem.batch, *fetched["v"].shape[-2:])  # of all heads of the scores
     y, start, stop = fetched.pop("y"), shards.start, shards.start + shards.count
     x = torch.cat((y[..., :start, :], term.x.expand(*y.shape[:-2], -1, -1), y[..., stop:, :]), -2)
     rows = (0, 0, start, y.shape[-2] - stop)

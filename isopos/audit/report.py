@@ -14,6 +14,7 @@ SOUND, BROKEN, UNMEASURABLE = 0, 1, 3
 Curves = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
 """Relative errors by position, each with a name: ((name, ((position, error), ...)), ...)."""
 COLOURS = {"sound": "green", "note": "cyan", "risk": "yellow", "broken": "red"}
+OF_ANY_MODULE = ("meta device", "saving")  # checks that say nothing of positions by themselves
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,11 @@ class Report:
 
     @property
     def status(self) -> int:
-        """Exit status: 0 sound, 1 broken, 3 not measurable (a check failed, or none applies)."""
+        """Exit status: 0 sound, 1 broken, 3 not measurable (a check failed, or none of positions applies)."""
         if self.broken:
             return BROKEN
-        return UNMEASURABLE if not self.results or any(a.failed for a in self.unmeasured) else SOUND
+        measured = any(a.check not in OF_ANY_MODULE for a in self.results)
+        return SOUND if measured and not any(a.failed for a in self.unmeasured) else UNMEASURABLE
 
     @property
     def verdict(self) -> str:
@@ -99,7 +101,7 @@ class Report:
         if self.status == BROKEN:
             return f"{self.subject}: positions are BROKEN: {', '.join(self.broken)}"
         if self.status == UNMEASURABLE:
-            failed = ", ".join(a.check for a in self.unmeasured if a.failed) or "no check applies"
+            failed = ", ".join(a.check for a in self.unmeasured if a.failed) or "no check of positions applies"
             return f"{self.subject}: positions could not be measured: {failed}"
         counts = [sum(a.severity == kind for a in self.results) for kind in ("risk", "note")]
         told = [f"{n} {kind}{'s' * (n != 1)}" for n, kind in zip(counts, ("risk", "note"), strict=True) if n]

@@ -83,8 +83,9 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens.
-            at: Result of the scheme's `at`; with a state, x are the next tokens of a stream. Or a `Stream`, which keeps the
-                state; x are its next tokens, which see themselves and earlier ones, whatever `causal` is.
+            at: Result of the scheme's `at`, perhaps with further arguments of the attention function; with a state, x are
+                the next tokens of a stream. Or a `Stream`, which keeps the state; x are its next tokens, which see
+                themselves and earlier ones, whatever `causal` is.
             context: Tokens of keys and values.
             causal: Whether a token sees itself and earlier tokens only.
             mask: ``[b s]``, True for keys that take part.
@@ -103,12 +104,14 @@ class Attention(nn.Module):
         source = x if context is None else context
         inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
         heads = (layer(a).unflatten(-1, (count, -1)).transpose(1, 2) for layer, a, count in inputs)
-        options: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "attn_mask": attn_mask, "window": self.window}
+        given = {"mask": mask, "segment_ids": segment_ids, "attn_mask": attn_mask, "window": self.window}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.dropout and self.training:
             options["dropout"] = self.dropout
         if isinstance(at, Stream):
             y, state = at(*heads, **options), ()
         else:
+            causal = causal or bool(at.get("causal"))
             out = self.attend(*heads, **{**at, **options, "causal": causal, "return_state": return_state})
             y, *state = out if return_state else (out,)
         if self.normalised:

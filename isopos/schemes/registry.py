@@ -175,6 +175,7 @@ def resolve(name: str) -> str:
     module, dot, scheme = name.rpartition(".")
     if dot:
         own_module(module, f"scheme {name}")
+        scheme = scheme.replace("_", "-")
         if scheme not in (names := [key for key, function in REGISTRY.items() if function.__module__ == module]):
             raise ValueError(
                 f"scheme {name}: expected a scheme that {module} registers by @register, got {scheme!r} of "

@@ -54,6 +54,7 @@ def generate(options: Options) -> Iterator[str]:
     require("temperature", temperature, "0 or a positive number", 0 <= temperature < float("inf"))
     require("top_p", top_p, "a probability above 0 and at most 1", 0 < top_p <= 1)
     require("prompt", "none", "at least one character", bool(prompt))
+    require("prompt", repr(prompt), "text in UTF-8", prompt.isascii() or not any(0xD800 <= ord(c) < 0xE000 for c in prompt))
     recipe, model = checkpoints.load_run(folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"run: expected a language model, got a model of the task {spec(recipe.task)}")

@@ -62,7 +62,7 @@ def perplexity(
             count += targets.numel()
     nats = summed(model.group, device, total)[0] / count
     bits = nats / math.log(2) / corpus.bytes_per_token(split)
-    return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.exp(nats) if nats < 700 else math.inf}
+    return {"nats": nats, "bits_per_byte": bits, "tokens": count, "perplexity": math.inf if nats >= 700 else math.exp(nats)}
 
 
 def unscorable(model: Any, corpus: Corpus, length: int, split: str = "validation", limit: int | None = None) -> str:
@@ -122,6 +122,8 @@ def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: t
     """
     if temperature == 0:
         return logits.argmax(-1)
+    if not bool(logits.isfinite().any(-1).all()) or bool(logits.isnan().any()):
+        raise ValueError("run: expected logits that are numbers, got nan or infinity alone; did the run diverge?")
     below = (logits - logits.amax(-1, keepdim=True)).double()  # so that small temperatures do not overflow
     probabilities = (below / temperature).softmax(-1).to(logits.dtype)
     if top_p < 1:
