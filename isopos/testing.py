@@ -18,7 +18,7 @@ def assert_positions(model: Any, *args: Any, **options: Any) -> None:
         >>> assert_positions(torch.nn.Linear(4, 4), example=torch.randn(1, 12, 4), checks=["order"])
         Traceback (most recent call last):
             ...
-        AssertionError: Linear: positions could not be measured: no check applies
+        AssertionError: Linear: positions could not be measured: no check of positions applies
         ...
     """
     report = audit(model, *args, **options)

@@ -170,7 +170,8 @@ def _attend(problem: SoftmaxProblem) -> Tensor:
     if not plain or (added is not None and added.is_floating_point()):
         with full_precision(q.device):
             bias = added_to_logits(problem).masked_fill(~part, -torch.inf)
-            bias = bias - bias.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(bias.dtype).min)  # exact where q is not
+            if s:  # relative to the largest, so that rounding to the dtype of q is exact enough
+                bias = bias - bias.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(bias.dtype).min)
         bias = bias.clamp_min(torch.finfo(q.dtype).min).masked_fill(~part, -torch.inf).masked_fill(~alive, 0)
     of_values = [term for term in problem.terms if term.side == "value"]
     if not formed and not of_values:
