@@ -19,8 +19,8 @@ def rotary_scheme(model: Any) -> Any:
     """The scheme of a model's rotary positions. `patch` with this scheme changes outputs by rounding only.
 
     Frequencies, the number of rotated features and the extension to long sequences are read from the configuration and
-    compared with the tables of a new rotary module. Frequencies that this model's module has lost since, as those that
-    ``model.to(torch.bfloat16)`` rounds, are not: with the scheme the model has those of its configuration again.
+    compared with the tables of a new rotary module. Changes of this model's own module are not
+    seen, as the rounding of frequencies by ``model.to(torch.bfloat16)``: with the scheme the model has those of its configuration again.
 
     Args:
         model: A model of transformers with one rotary module that is not patched.
