@@ -20,7 +20,8 @@ def rotary_scheme(model: Any) -> Any:
 
     Frequencies, the number of rotated features and the extension to long sequences are read from the configuration and
     compared with the tables of a new rotary module. Changes of this model's own module are not
-    seen, as the rounding of frequencies by ``model.to(torch.bfloat16)``: with the scheme the model has those of its configuration again.
+    seen, as the rounding of frequencies by ``model.to(torch.bfloat16)``: with the scheme the model has those of its
+    configuration again.
 
     Args:
         model: A model of transformers with one rotary module that is not patched.
