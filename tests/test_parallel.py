@@ -103,6 +103,21 @@ def test_terms_of_keys_see_them_unrotated(kind):
     torch.testing.assert_close(torch.cat(on_ranks(2, member), -2), whole, rtol=0, atol=1e-12)
 
 
+@each("causal, ids", [(False, None), (True, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1]))])
+def test_clipped_terms_of_shared_keys(causal, ids):
+    scheme, (q, k, v) = isopos.horn_clipped(4, 2), inputs(2, t=8, heads=4, d=4, e=4)
+    k, v = k[:, :2], v[:, :2]
+    options = {"causal": causal, "segment_ids": ids}
+    whole = linear_attention(q, k, v, **scheme.at(sequence(8), dtype=q.dtype), **options)
+
+    def member(group, rank):
+        own, part = [cut(x, group, -2) for x in (q, k, v)], None if ids is None else cut(ids, group, 0)
+        at = scheme.at(cut(sequence(8), group, 0), group=group, dtype=q.dtype)
+        return linear_attention(*own, **at, **options | {"segment_ids": part})
+
+    torch.testing.assert_close(torch.cat(on_ranks(2, member), -2), whole, rtol=0, atol=1e-12)
+
+
 def test_nan_and_infinity_stay_in_the_rows_that_see_them_round_a_ring():
     q, k, v = inputs(2, t=8, heads=2, d=4, e=4, requires_grad=True)
     with torch.no_grad():
