@@ -295,7 +295,7 @@ def test_windows_and_few_positions_are_refused():
     rope = isopos.rope(8, 4, attention="softmax")
     for model, message in (
         (isopos.Decoder(50, 32, 1, rope, window=3), "without a window, .* got a window of 3"),
-        (isopos.Decoder(50, 32, 1, isopos.learned(8, 4, model_dim=32, length=9)), "at least 15 positions.* got 9"),
+        (isopos.Decoder(50, 32, 1, isopos.learned(8, 4, model_dim=32, length=15)), "at least 16 positions.* got 15"),
     ):
         with pytest.raises(ValueError, match=f"model: expected .*{message}"):
             program.export_decoder(model.eval())
@@ -306,9 +306,11 @@ def test_windows_and_few_positions_are_refused():
 def test_decoders_of_shared_keys_and_of_few_positions_are_exported(scheme, tmp_path):
     onnx = pytest.importorskip("isopos.integrations.onnx")
     pytest.importorskip("onnxruntime")
-    few = isopos.learned(8, 4, model_dim=32, length=64, attention="softmax")
+    few = isopos.learned(8, 4, model_dim=32, length=16, attention="softmax")
     model = isopos.Decoder(50, 32, 1, isopos.rope(8, 4, attention="softmax") if scheme == "rope" else few, kv_heads=2)
     onnx.export_decoder(model.eval(), tmp_path / "a.onnx")
+    axes = importlib.import_module("onnx").load(tmp_path / "a.onnx").graph.input[0].type.tensor_type.shape.dim
+    assert all(axis.dim_param for axis in axes)  # of tokens: any number of samples and any length
     (tmp_path / "b.onnx.data").touch()
     with pytest.raises(ValueError, match=r"file: expected a new one, got .*b\.onnx\.data"):
         onnx.export_decoder(model, tmp_path / "b.onnx")

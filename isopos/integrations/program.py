@@ -202,13 +202,15 @@ def decoder_step(model: Decoder) -> tuple[nn.Module, tuple[Inputs, Inputs], list
         raise ValueError(
             f"model: expected one without a window, whose cache has one size in a program, got a window of {windows[0]}"
         )
-    most = model.scheme.max_length or 11 + 70
-    if most < 15:
-        raise ValueError(f"model: expected at least 15 positions, which examples take, got {most}")
+    past, new = (7, 11), (4, 70)  # lengths of the examples
+    if (most := model.scheme.max_length) is not None:
+        new = (4, min(70, most - past[1]))
+        if new[1] <= new[0]:
+            raise ValueError(f"model: expected at least {past[1] + 5} positions, which examples take, got {most}")
     with torch.no_grad():
-        streams = [model.prefill(_tokens(batch, length))[1] for batch, length in ((3, 7), (5, 11))]
+        streams = [model.prefill(_tokens(batch, length))[1] for batch, length in zip((3, 5), past, strict=True)]
     step, examples = _Step(model, streams[0]).train(model.training), []
-    for (batch, length), stream in zip(((3, 4), (5, min(70, most - 11))), streams, strict=True):
+    for batch, length, stream in zip((3, 5), new, streams, strict=True):
         states = {f"state_{name}": tensor for name, tensor in step.tensors_of(stream).items()}
         examples.append({"tokens": _tokens(batch, length), "past": torch.tensor(stream.length), **states})
     outputs = ["logits", *(f"next_{name}" for name in step.tensors_of(streams[0]))]
