@@ -122,8 +122,6 @@ def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: t
     """
     if temperature == 0:
         return logits.argmax(-1)
-    if not bool(logits.isfinite().any(-1).all()) or bool(logits.isnan().any()):
-        raise ValueError("run: expected logits that are numbers, got nan or infinity alone; did the run diverge?")
     below = (logits - logits.amax(-1, keepdim=True)).double()  # so that small temperatures do not overflow
     probabilities = (below / temperature).softmax(-1).to(logits.dtype)
     if top_p < 1:
@@ -147,6 +145,8 @@ def pieces(
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     x, stream = model.advance(start)
     logits, steps = model.head(x[:, -1]), model.steps(stream)  # of the last token only: a vocabulary may be large
+    if bool(logits.isnan().any()) or not bool(logits.isfinite().any()):
+        raise ValueError("run: expected logits that are numbers, got nan or infinity alone; did the run diverge?")
     for _ in range(tokens):
         token = sample_tokens(logits, temperature, top_p, generator)
         yield decoder.decode(tokenizer.piece(int(token)))
