@@ -46,3 +46,13 @@ def test_trees_are_those_of_the_source_and_their_images(tmp_path, kind, text, tr
     public_data.main(kind, str(tmp_path / "source.gz"), str(tmp_path))
     assert (tmp_path / f"{kind}-copy.tsv").read_text() == f"{tree}\t{tree}\n"
     assert (tmp_path / f"{kind}-mirror.tsv").read_text() == f"{tree}\t{image}\n"
+
+
+def test_wrong_arguments_write_nothing(tmp_path):
+    for arguments, message in (
+        (("trees", "a", "b"), "kind: expected series, .* got trees"),
+        (("sst", "a"), "paths: expected FILE"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            public_data.main(arguments[0], *(str(tmp_path / name) for name in arguments[1:]))
+    assert not [*tmp_path.iterdir()]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 NODES = range(7, 32)  # of the trees
+KINDS = {"series": 1, "counties": 2, "wordnet": 2, "sst": 2, "listops": 2}  # and the number of their paths
 
 
 def write_series(folder: Path) -> None:
@@ -107,6 +108,12 @@ def write_edges(name: str, pairs: Iterable[tuple[int, int]], folder: Path) -> No
 
 def main(kind: str, *paths: str) -> None:
     """Write the files of a kind, as the module's text says."""
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected {', '.join(KINDS)}, got {kind}")
+    if len(paths) != KINDS[kind]:
+        raise ValueError(
+            f"paths: expected {'FILE and FOLDER' if KINDS[kind] == 2 else 'FOLDER'} for {kind}, got {len(paths)}"
+        )
     folder = Path(paths[-1])
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "series":
@@ -122,8 +129,6 @@ def main(kind: str, *paths: str) -> None:
                 write_trees("sst", treebank_trees(lines), folder)
             case "listops":
                 write_trees("listops", expression_trees(lines), folder)
-            case _:
-                raise ValueError(f"kind: expected series, counties, wordnet, sst or listops, got {kind}")
 
 
 if __name__ == "__main__":
