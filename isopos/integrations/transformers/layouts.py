@@ -70,10 +70,10 @@ def absorb(model: Any) -> Any:
     if not isinstance(rotary, Angles | Unrotated):
         raise ValueError("model: expected one with a scheme of isopos, got one without; patch(model, scheme) first")
     state = dict(model.state_dict(keep_vars=True))
-    projections = [rows for _, rows in _rows(model, state)]
+    names, projections = zip(*_rows(model, state), strict=True)
     scheme: Scheme = rotary.scheme  # pyright: ignore[reportAssignmentType]
     new = []
-    between = ["norms of queries and keys"] * any(name.split(".")[-2].endswith("_norm") for name, _ in _rows(model, state))
+    between = ["norms of queries and keys"] * any(name.split(".")[-2].endswith("_norm") for name in names)
     between += ["a limit clip_qkv"] * (getattr(text_part(model).config, "clip_qkv", None) is not None)
     if between:
         raise ValueError(
