@@ -10,8 +10,8 @@ from triton_aot import ARCHITECTURES, SHARED, compiled, compilers
 
 from isopos.feature_maps import elu1, identity
 from isopos.maps import Chain, Gather, Reflection, Rotation
-from isopos.ops import gpu
-from isopos.ops.linear import triton, triton_kernels, triton_plan, triton_stream
+from isopos.ops import gpu, triton_plan
+from isopos.ops.linear import triton, triton_kernels, triton_stream
 from isopos.ops.linear.features import Features, Past, Sums
 
 pytestmark = pytest.mark.triton

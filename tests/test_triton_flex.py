@@ -56,7 +56,7 @@ def both(name, options, more, *, groups=1, positions=None, batch=(2,)):
     scheme, draw = schemes.build(name, D, 2, {"attention": "softmax"} | options), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in scheme.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=draw, device="cpu"))
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=draw, device="cpu").to(parameter.device))
     scheme.to(DEVICE)
     more = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in more.items()}
     q = torch.randn(*batch, 2 * groups, T, D, generator=draw, device="cpu").to(DEVICE).requires_grad_()

@@ -13,9 +13,9 @@ from isopos.attention.linear import sums_of
 from isopos.attention.problem import check_linear
 from isopos.feature_maps import COMPILED, FeatureMap, elu1
 from isopos.maps import Chain, Gather, Reflection, Rotation, Scaling
-from isopos.ops import gpu
+from isopos.ops import gpu, triton_plan
 from isopos.ops import linear as ops
-from isopos.ops.linear import triton, triton_plan
+from isopos.ops.linear import triton
 from isopos.ops.linear import triton_tiles as tiles
 from isopos.ops.linear.features import ALL_READY, READY, Features
 from isopos.ops.linear.triton_config import Config

@@ -7,8 +7,8 @@ from operated import compiled, exported_operations, with_learned_table
 from test_triton_linear import by_definition, drawn, near
 
 from isopos import linear_attention
-from isopos.ops import gpu
-from isopos.ops.linear import Clamped, graph, triton, triton_plan
+from isopos.ops import gpu, triton_plan
+from isopos.ops.linear import Clamped, graph, triton
 from isopos.ops.linear.operators import described, problem
 
 pytestmark = [

@@ -79,7 +79,7 @@ def _run(problem: SoftmaxProblem) -> Tensor:
     blocks = None
     if problem.causal or problem.window is not None:
         blocks = _blocks(t, s, problem.causal, problem.window, query.device)
-    run = _compiled() if query.is_cuda else flex.flex_attention
+    run = _compiled(flex.flex_attention) if query.is_cuda else flex.flex_attention
     out = run(query, key, value, score_mod=score, block_mask=blocks, scale=problem.scale, enable_gqa=groups > 1)
     if groups > 1:
         return out.unflatten(-3, (heads, groups)).movedim(-3, 0).reshape(*problem.batch, t, v.shape[-1])
@@ -87,8 +87,8 @@ def _run(problem: SoftmaxProblem) -> Tensor:
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex.flex_attention)
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)
 
 
 def _joined(x: Tensor, groups: int) -> Tensor:
@@ -115,7 +115,8 @@ def _blocks(t: int, s: int, causal: bool, window: int | None, device: torch.devi
         return part if window is None else part & (back.abs() < window)
 
     with torch.inference_mode(False):  # a backward pass may save them
-        return flex.create_block_mask(takes_part, None, None, t, s, device=device, _compile=device.type == "cuda")
+        make = _compiled(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
+        return make(takes_part, None, None, t, s, device=device)
 
 
 def _score(problem: SoftmaxProblem, added: list[Pair]) -> Any:
@@ -162,11 +163,11 @@ def _number(problem: SoftmaxProblem, term: Term) -> Pair:
     """A number from a table or a kernel, for a term of side "none"."""
     groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
     if isinstance(term, DistanceKernel):
-        distance = term.distance(samples)
+        distance, (first, second) = term.distance(samples), (x.clone() for x in table.unbind(-1))  # it reads a tensor once
 
         def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             head = 0 * h if one else h // groups
-            return term.number(distance(b, i, j), table[head, 0], table[head, 1])
+            return term.number(distance(b, i, j), first[head], second[head])
 
         return add
     bucket = term.bucket(samples)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from isopos.ops import gpu
 from isopos.ops.library import flat
+from isopos.ops.triton_plan import launch, layouts, planned
 
 jit, tl = gpu.language()
 kernel = partial(jit, do_not_specialize=("tokens", "shared", "rows"))  # one variant for all lengths and batches
 
-TILE, BUSY = 1024, 1024  # pairs per program; programs that fill a device
+TILE, BUSY, WARPS = 2048, 1024, 2  # pairs per program; programs that fill a device; its warps: the fastest on an H100
 WIDEST = 1024  # largest number of pairs per head
 
 
@@ -261,7 +262,7 @@ class _Launch(NamedTuple):
         way = ("alone", "halves") if lifted else ("halves" if halves else "pairs", "pairs")
         way = way[::-1] if adjoint else way
         powers = {"P": _power_of_two(self.pairs), "R": _power_of_two(max(rest, 1))}
-        sizes = {"F": self.pairs, "REST": rest, "T": self.tile} | powers
+        sizes = {"F": self.pairs, "REST": rest, "T": self.tile, "num_warps": WARPS} | powers
         return sizes | {"FROM": way[0], "TO": way[1], "ADJOINT": adjoint}
 
 
@@ -276,7 +277,8 @@ def refuses(x: Tensor, table: Tensor, *, lifted: bool, adjoint: bool) -> str:
         return f"it rotates features of {width}, not of {x.shape[-1]}"
     if table.shape[-2] > WIDEST or x.shape[-1] - width > 2 * WIDEST:
         return f"it has at most {WIDEST} pairs"
-    if torch.broadcast_shapes(x.shape[:-1], rows) != x.shape[:-1] or rows[-1] != x.shape[-2] or 0 in x.shape:
+    fits = len(rows) < x.ndim and all(r in (1, n) for r, n in zip(reversed(rows), reversed(x.shape[:-1]), strict=False))
+    if not fits or rows[-1] != x.shape[-2] or 0 in x.shape:
         return f"it has a row of the table for every token, not {list(rows)} for {list(x.shape[:-1])}"
     return ""
 
@@ -294,15 +296,21 @@ def rotate(x: Tensor, table: Tensor, *, lifted: bool = False, adjoint: bool = Fa
         halves: Input pairs are (i, i + f), output pairs (2i, 2i + 1); the adjoint goes back.
     """
     x, rows = flat(x), flat(table.flatten(-2))
-    launch = _Launch.of(x.shape, rows)
-    constants = launch.constants(x, lifted=lifted, adjoint=adjoint, halves=halves)
-    if lifted:
-        out = x.new_empty(*x.shape[:-1], launch.pairs * (1 if adjoint else 2))
-    else:
-        out = torch.empty_like(x)
-        out = out if out.stride(-1) == 1 else out.contiguous()  # empty_like of overlapping memory may reorder axes
+
+    def run() -> list[Tensor | None]:
+        of = _Launch.of(x.shape, rows)
+        if lifted:
+            out = x.new_empty(*x.shape[:-1], of.pairs * (1 if adjoint else 2))
+        else:
+            out = torch.empty_like(x)
+            out = out if out.stride(-1) == 1 else out.contiguous()  # empty_like of overlapping memory may reorder axes
+        constants = of.constants(x, lifted=lifted, adjoint=adjoint, halves=halves)
+        launch(rotation_kernel, (of.programs,), x, rows, out, *of.arguments(x, rows, out), **constants)
+        return [out]
+
     with torch.cuda.device_of(x):
-        rotation_kernel[(launch.programs,)](x, rows, out, *launch.arguments(x, rows, out), **constants)
+        (out,) = planned(("rotate", lifted, adjoint, halves, layouts((x, rows))), (x, rows), run)
+    assert out is not None
     return out
 
 
@@ -310,12 +318,18 @@ def rotate_vjp(
     x: Tensor, table: Tensor, grad: Tensor, *, lifted: bool, adjoint: bool, halves: bool = False, of_x: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients of x (None without `of_x`) and of the table, given the gradient of `rotate`."""
-    x, grad, rows = flat(x), flat(grad), flat(table.flatten(-2))
-    launch = _Launch.of(x.shape, rows)
-    constants = launch.constants(x, lifted=lifted, adjoint=adjoint, halves=halves) | {"OF_X": of_x}
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else x  # not written
-    parts = table.new_empty(launch.groups, *table.shape)
-    arguments = launch.arguments(x, rows, grad, grad_x)
+    given = x, grad, rows = flat(x), flat(grad), flat(table.flatten(-2))
+
+    def run() -> list[Tensor | None]:
+        of = _Launch.of(x.shape, rows)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else x  # not written
+        parts = table.new_empty(of.groups, *table.shape)
+        constants = of.constants(x, lifted=lifted, adjoint=adjoint, halves=halves) | {"OF_X": of_x}
+        arguments = of.arguments(x, rows, grad, grad_x)
+        launch(rotation_vjp_kernel, (of.programs,), x, rows, grad, grad_x, parts, *arguments, **constants)
+        return [grad_x if of_x else None, parts]
+
     with torch.cuda.device_of(x):
-        rotation_vjp_kernel[(launch.programs,)](x, rows, grad, grad_x, parts, *arguments, **constants)
-    return grad_x if of_x else None, parts.sum(0) if launch.groups > 1 else parts[0]
+        grad_x, parts = planned(("rotate_vjp", lifted, adjoint, halves, of_x, layouts(given)), given, run)
+    assert parts is not None
+    return grad_x, parts.sum(0) if parts.shape[0] > 1 else parts[0]

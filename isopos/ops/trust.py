@@ -26,7 +26,7 @@ NEWER = (13, 1)  # the first one that is better for sm_90 than the versions in u
 HOPPER = 9  # first number of its compute capability
 PATH, RESULTS = "TRITON_PTXAS_PATH", "ISOPOS_GPU_CHECK"  # environment variables: another ptxas, the file of results
 OPERATIONS = ("attention", "rotation", "step")
-KERNELS = ("triton_rotate.py", "linear/triton*.py")  # files with kernels and their launches
+KERNELS = ("triton*.py", "linear/triton*.py")  # files with kernels and their launches
 
 
 class Passed(NamedTuple):

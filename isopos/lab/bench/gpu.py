@@ -55,6 +55,10 @@ COPIES: dict[Passing, Goal] = {FORWARD: at_most(1.11), BOTH: at_most(2.22)}
 ROTARY = tuple(
     Race("rotary", passing, Shape(8192, 8, 16, d), {CLONES: COPIES[passing]}) for passing in COPIES for d in (64, 128)
 )
-STEPS = {(PREPARED, "mul_ of the state"): at_least(0.8), ("prepared step, rotary", PREPARED): at_most(1.3)}
+STEPS = {
+    (f"captured {PREPARED}", "captured mul_ of the state"): at_least(0.8),
+    ("captured prepared step, rotary", f"captured {PREPARED}"): at_most(1.3),
+    (PREPARED, f"captured {PREPARED}"): None,
+}
 DECODE = tuple(Race("attention", STEP, Shape(1, batch, 16, 64), STEPS) for batch in (1, 256))
 RACES = {"attention": ATTENTION, "rotary": ROTARY, "decode": DECODE}

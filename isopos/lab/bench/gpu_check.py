@@ -301,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--out", required=True, help="folder of the results; rows that it has are not run again")
     parser.add_argument("--minutes", type=float, default=9.0, help="time after which a later run continues (default 9)")
-    parser.add_argument("--only", default="", help="run only rows whose names contain this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="run only rows whose names contain one of these texts")
     parser.add_argument("--jobs", type=int, default=min(6, max(1, (os.cpu_count() or 2) // 2)), help="processes of checks")
     parser.add_argument("--small", action="store_true", help="small sizes, which Triton's interpreter on a CPU can run")
     given = parser.parse_args(arguments)
@@ -310,9 +310,9 @@ def main(arguments: Sequence[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not (gate.interpreted() and given.small):
         raise ValueError("gpu-check: expected a GPU, or TRITON_INTERPRET=1 with --small, got a machine without one")
-    rows = {name: row for name, row in gpu_rows.all_rows().items() if given.only in name}
+    rows = {name: row for name, row in gpu_rows.all_rows().items() if any(text in name for text in given.only)}
     if not rows:
-        raise ValueError(f"only: expected a part of a row's name, such as accuracy, got {given.only!r}")
+        raise ValueError(f"only: expected a part of a row's name, such as accuracy, got {' '.join(given.only)!r}")
     folder = Path(given.out)
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * given.minutes

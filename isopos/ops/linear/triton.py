@@ -17,12 +17,12 @@ from isopos.feature_maps import COMPILED, FeatureMap, identity
 from isopos.ops import gpu
 from isopos.ops.linear import triton_stream
 from isopos.ops.linear.autograd import refusal
-from isopos.ops.linear.division import count
+from isopos.ops.linear.division import count, counted
 from isopos.ops.linear.features import Features, Sums
 from isopos.ops.linear.operators import OPERATED, Operator
 from isopos.ops.linear.triton_arguments import Grads, Inputs, Rows, Sizes, Values, Varying, columns, padded, rows
 from isopos.ops.linear.triton_config import TILE, config
-from isopos.ops.linear.triton_plan import is_known, key_of, launch, planned
+from isopos.ops.triton_plan import PLANS, launch, layouts, planned
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 256  # largest number of features and of values
@@ -141,6 +141,7 @@ class KernelCall:
             _generation(sums.q.device),
             whole=any(form.normal is not None for form in closed),
             decays=sums.g is not None and not sums.segmented,
+            tables=any(form.table is not None for form in closed),
             light=self.denominator == "none" and all(form.phi == "identity" for form in closed),
         )
         self.blocks, self.parts = self.d // self.config.features, self.e // self.config.values
@@ -388,7 +389,7 @@ class Triton(Operator):
         if why := gpu.unreadable("attention", *sums.tensors):
             return why
         compiling = torch.compiler.is_compiling()
-        if not compiling and is_known(sums):
+        if not compiling and _is_known(sums):
             return ""
         if why := refusal(sums, streams=True, operator=True):
             return why
@@ -412,7 +413,7 @@ class Triton(Operator):
     def summed(self, sums: Sums, learns: bool, *, whole: bool = False) -> tuple[Any, Tensor | None, list[Tensor]]:
         """The sums, those of a stream after it, and tensors to save; `whole` saves memory of states even without states."""
         with torch.cuda.device_of(sums.q):
-            key = sums.notes["key"] if "key" in sums.notes else key_of(sums)
+            key = sums.notes["key"] if "key" in sums.notes else _key_of(sums)
             key = key and (*key, learns, *[whole] * whole)
             out, after, *saved = planned(key, sums.tensors, lambda: self._forward(sums, learns, whole))
         return out, after, [x for x in saved if x is not None]
@@ -462,7 +463,7 @@ class Triton(Operator):
     def backward(self, sums: Sums, saved: Sequence[Tensor], grad: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         with torch.cuda.device_of(sums.q):
             more = () if sums.stream is not None else (*saved, grad)
-            key = key_of(sums, *more)
+            key = _key_of(sums, *more)
             key = key and (*key, *needs)
             return planned(key, (*sums.tensors, *more), lambda: self._backward(sums, saved, grad, needs))
 
@@ -508,6 +509,20 @@ def _closed(sums: Sums) -> list[TritonFeatures]:
 
 def _call(sums: Sums) -> KernelCall:
     return KernelCall(sums, _closed(sums))
+
+
+def _key_of(sums: Sums, *more: Tensor) -> Any:
+    """All that the launches for a problem and more tensors depend on, except addresses; None for problems without plans."""
+    if sums.stream is not None or counted() or not all(isinstance(each.phi, FeatureMap) for each in sums.features):
+        return None
+    forms = tuple((each.phi, each.kinds, each.mask is None, each.unrotated, each.dtype) for each in sums.features)
+    return sums.causal, sums.denominator, sums.g is None, sums.segmented, forms, layouts((*sums.tensors, *more))
+
+
+def _is_known(sums: Sums) -> bool:
+    """Whether the kernels have served such a problem before."""
+    key = sums.notes["key"] = _key_of(sums)
+    return key is not None and any((*key, learns) in PLANS for learns in (False, True))
 
 
 def _before(sums: Sums) -> tuple[Tensor, ...]:

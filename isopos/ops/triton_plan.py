@@ -7,15 +7,14 @@ ones only allocate memory and launch. A pass with other operations between its l
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from isopos.feature_maps import FeatureMap
-from isopos.ops.linear.division import counted
-from isopos.ops.linear.features import Sums
+from isopos.ops.gpu import interpreted
 
 MOST = 256  # plans; the oldest is forgotten
 SEEN, NONE = "seen", "no plan"
@@ -34,29 +33,24 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) ->
         recorder.launch(kernel, grid, given, constants)
 
 
-def key_of(sums: Sums, *more: Tensor) -> Any:
-    """All that the launches for a problem and more tensors depend on, except addresses; None for problems without plans."""
-    if sums.stream is not None or not all(isinstance(each.phi, FeatureMap) for each in sums.features):
-        return None
-    tensors = *sums.tensors, *more
+def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All of tensors on which launches depend, except addresses; tensors with one address are told from others."""
     places = [x.data_ptr() for x in tensors]
-    forms = tuple((each.phi, each.kinds, each.mask is None, each.unrotated, each.dtype) for each in sums.features)
-    layouts = tuple(
+    return tuple(
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, place % 16, places.index(place))
         for x, place in zip(tensors, places, strict=True)
     )
-    return sums.causal, sums.denominator, sums.g is None, sums.segmented, forms, layouts
-
-
-def is_known(sums: Sums) -> bool:
-    """Whether the kernels have served such a problem before."""
-    key = sums.notes["key"] = key_of(sums)
-    return key is not None and any((*key, learns) in PLANS for learns in (False, True))
 
 
 def planned(key: Any, inputs: Sequence[Tensor], run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-    """The results of a pass, by its plan if there is one; `inputs` are all tensors that it reads."""
-    if key is None or counted():
+    """The results of a pass, by its plan if there is one; `inputs` are all tensors that it reads.
+
+    Args:
+        key: All that its launches depend on, with `layouts` of the inputs; None for a pass without a plan.
+        inputs: All tensors that it reads.
+        run: The pass.
+    """
+    if key is None:
         return run()
     plan = PLANS.get(key)
     if isinstance(plan, PassPlan):
@@ -150,14 +144,26 @@ class _Recorder(TorchDispatchMode):
 
 
 def _maker(given: Any, known: dict[int, int], tensors: list[Tensor]) -> Callable[[list[Tensor]], Any]:
-    """A function that makes arguments like the given ones from other tensors; KeyError for unknown tensors."""
+    """A function that makes arguments like the given ones, which hold tensors, from others; KeyError for unknown tensors.
+
+    It makes plain tuples, which take less time: only interpreted kernels ask for names of fields.
+    """
     if isinstance(given, Tensor):
         n, dtype = known[given.data_ptr()], given.dtype
-        return (lambda all: all[n]) if tensors[n].dtype == dtype else (lambda all: all[n].view(dtype))
-    if isinstance(given, tuple) and _holds_tensor(given):
-        make, parts = getattr(type(given), "_make", tuple), [_maker(part, known, tensors) for part in given]
-        return lambda all: make([part(all) for part in parts])
-    return lambda all: given
+        return itemgetter(n) if tensors[n].dtype == dtype else (lambda all: all[n].view(dtype))
+    makers = {n: _maker(part, known, tensors) for n, part in enumerate(given) if _holds_tensor(part)}
+    named = getattr(type(given), "_make", tuple) if interpreted() else tuple
+    if list(makers) == [0] and named is tuple:  # a tensor and its strides
+        first, rest = makers[0], tuple(given[1:])
+        return lambda all: (first(all), *rest)
+
+    def make(all: list[Tensor]) -> tuple[Any, ...]:
+        parts = [*given]
+        for n, part in makers.items():
+            parts[n] = part(all)
+        return named(parts)
+
+    return make
 
 
 def _holds_tensor(given: Any) -> bool:
