@@ -237,7 +237,8 @@ def test_the_file_of_results_switches_operations_on(there, monkeypatch):
         trust.unproven.cache_clear()
         return gpu._off(operation, X.device, tuple(x.dtype for x in tensors[: gpu.INPUTS.get(operation, 1)]))
 
-    assert off("step", X) == "it has run on no GPU yet; ISOPOS_TRITON=1 in the environment asks for it"
+    why = "`isopos gpu-check` has not passed for step of float32 on a GPU"
+    assert off("step", X) == f"{why}; ISOPOS_TRITON=1 in the environment asks for it"
     monkeypatch.setenv(gpu.SWITCH, "auto")
     assert off("step", X).startswith(f"there is no {there}, which `isopos gpu-check` writes; ISOPOS_TRITON=1")
     found = results(**{"accuracy: attention, rope, d=80, float32": "failed"})
@@ -262,13 +263,42 @@ def test_the_table_is_on_by_default(there, monkeypatch):
     monkeypatch.setattr(trust, "PASSED", frozenset({entry}))
     assert gpu._off("step", X.device, (X.dtype,) * 3) == ""
     assert "has not passed for rotation of float32 on a GPU" in gpu._off("rotation", X.device, (X.dtype,))
+    monkeypatch.setenv(gpu.SWITCH, "1")
+    monkeypatch.setattr(trust, "unreliable", lambda device: "not trusted")
+    assert gpu._off("step", X.device, (X.dtype,) * 3) == ""
+    assert gpu._off("rotation", X.device, (X.dtype,)) == "not trusted"
     monkeypatch.setenv(gpu.SWITCH, "0")
-    assert "ISOPOS_TRITON=1" in gpu._off("step", X.device, (X.dtype,))
+    assert gpu._off("step", X.device, (X.dtype,)) == "ISOPOS_TRITON=0 in the environment switches it off"
+
+
+def test_the_table_is_about_these_kernels(there, monkeypatch):
+    """Changed kernels have to be checked on a GPU again: see "Switching the kernels on" in docs/gpu.md."""
+    assert trust.CHECKED == trust.kernels_fingerprint()
+    entry = next(iter(trust.PASSED))
+    monkeypatch.setattr(trust, "device_name", lambda device: entry.device)
+    monkeypatch.setattr(trust, "triton_version", lambda: entry.triton)
+    monkeypatch.setattr(trust, "ptxas", lambda: entry.ptxas)
+    device, dtypes = torch.device("cuda"), (getattr(torch, entry.dtype),) * 3
+    assert gpu._off(entry.operation, device, dtypes) == ""
+    trust.unproven.cache_clear()
+    monkeypatch.setattr(trust, "CHECKED", "others")
+    assert gpu._off(entry.operation, device, dtypes).startswith("`isopos gpu-check` has not passed for ")
+
+
+def test_the_table_is_what_the_rows_of_an_h100_prove():
+    found = set()
+    for path in sorted((Path(__file__).parents[1] / "docs" / "gpu").glob("*.jsonl")):
+        rows = gpu_check.read(path)
+        assert rows["machine"]["kernels"] == trust.CHECKED
+        known = {name: row for name, row in gpu_rows.all_rows().items() if name in rows}
+        assert len(known) >= 55
+        found |= set(gpu_check.passed(rows, known))
+    assert found == trust.PASSED
 
 
 def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
     device = torch.device("cuda")
-    assert not trust.PASSED  # an entry needs a result of isopos gpu-check, in docs/gpu.md
+    monkeypatch.setattr(trust, "device_name", lambda device: "a GPU")
     for triton, assembler, generation, why in (
         ("3.6.0", "12.8", 8, ""),
         ("3.7.1", "13.4", 9, ""),
@@ -282,12 +312,14 @@ def test_compilers_that_are_not_trusted_leave_it_to_pytorch(monkeypatch):
         monkeypatch.setattr(trust, "ptxas", lambda own=assembler: own)
         monkeypatch.setattr(trust, "compute_generation", lambda device, own=generation: own)
         trust.unreliable.cache_clear()
+        trust.unproven.cache_clear()
         monkeypatch.setenv(gpu.SWITCH, "1")
         found = gpu._off("attention", device, (X.dtype,))
         assert why in found if why else not found
         monkeypatch.setenv(gpu.SWITCH, "any")
         assert gpu._off("attention", device, (X.dtype,)) == ""
     trust.unreliable.cache_clear()
+    trust.unproven.cache_clear()
 
 
 def test_the_version_of_an_assembler(monkeypatch, tmp_path):
@@ -304,6 +336,7 @@ def test_the_version_of_an_assembler(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "glob", lambda self, pattern: home.iterdir() if self == home else iter(()))
     monkeypatch.setenv("PATH", "")
     assert trust.newest_ptxas() == ""
+    assert "triton" not in sys.modules  # the one here must not stay for other tests
     for name, version, newest in (
         ("ptxas", "12.8", ""),
         ("ptxas-blackwell", "12.9", ""),

@@ -70,6 +70,11 @@ def both(name, options, more, *, groups=1, positions=None, batch=(2,)):
         yield [out, *(x for x in found if x is not None)]
 
 
+def runs_of(name):
+    """Runs of flex attention per call of a case. On GPUs it has no gradient of KERPLE's kernels, and a warning says so."""
+    return 0 if DEVICE == "cuda" and name.startswith("kerple") else 1
+
+
 def agree(found, expected):
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
@@ -77,16 +82,19 @@ def agree(found, expected):
         assert (a - b).abs().max() < (3e-6 if DEVICE == "cpu" else 1e-4) * b.abs().max().clamp_min(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*no gradient of a distance kernel")
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients(runs, case):
     agree(*both(*CASES[case]))
-    assert len(runs) == 1
+    assert len(runs) == runs_of(case)
 
 
+@pytest.mark.filterwarnings("ignore:.*no gradient of a distance kernel")
 def test_heads_share_keys(runs):
-    for case in ("t5, causal", "alibi, bidirectional, masked", "kerple log", "deberta"):
+    cases = "t5, causal", "alibi, bidirectional, masked", "kerple log", "deberta"
+    for case in cases:
         agree(*both(*CASES[case], groups=3))
-    assert len(runs) == 4
+    assert len(runs) == sum(map(runs_of, cases))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,12 +110,13 @@ def test_gradients_of_log_decays(runs, causal):
     assert len(runs) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*no gradient of a distance kernel")
 @pytest.mark.parametrize("name", ["t5", "kerple", "deberta"])
 def test_positions_of_samples(runs, name):
     positions = torch.stack((torch.arange(T), 3 * torch.arange(T) - 20))[..., None]
     agree(*both(name, {}, {}, positions=positions))
     agree(*both(name, {}, {}, batch=()))
-    assert len(runs) == 2
+    assert len(runs) == 2 * runs_of(name)
 
 
 def test_more_keys_than_queries_and_queries_without_keys(runs):

@@ -2,7 +2,7 @@
 
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
-docs/transformers.md (models of tests/families.py), docs/performance.md, docs/results/README.md and docs/choosing.md
+docs/transformers.md (models of tests/families.py), docs/performance.md, docs/gpu-h100.md, docs/results/README.md and docs/choosing.md
 (summaries of tables of results; isopos/lab/reports/recommendations.json has the figures of the last).
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import isopos
 from isopos.audit import CHECKS
+from isopos.lab.bench import gpu_check, gpu_rows
 from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.scheme import choices_of
@@ -50,6 +51,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield ROOT / "docs" / "choosing.md", _filled("docs/choosing.md", choosing)
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
     yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})
+    checked = gpu_check.read(ROOT / "docs" / "gpu" / "h100-triton-3.6.jsonl")
+    yield ROOT / "docs" / "gpu-h100.md", gpu_check.page(checked, gpu_rows.all_rows())
     yield ROOT / "docs" / "schemes.md", schemes_page.page()  # reads figures of docs/laboratory.md
 
 

@@ -62,6 +62,8 @@ def refuses(problem: SoftmaxProblem) -> str:
     if problem.attn_mask is not None or problem.dropout:
         return "takes no attn_mask of all pairs" if problem.attn_mask is not None else "has no dropout"
     for term in problem.terms:
+        if isinstance(term, DistanceKernel) and problem.q.is_cuda and term.table.requires_grad and torch.is_grad_enabled():
+            return "compiles no gradient of a distance kernel on GPUs"  # PyTorch 2.11: an error in the backward pass
         if term.side == "value":
             return "adds no terms to values"
         if isinstance(term, Numbers) or (not isinstance(term, DistanceKernel) and term.bucket(_samples(problem)) is None):
@@ -163,11 +165,11 @@ def _number(problem: SoftmaxProblem, term: Term) -> Pair:
     """A number from a table or a kernel, for a term of side "none"."""
     groups, samples, table, one = problem.groups, _samples(problem), term.table, term.heads == 1
     if isinstance(term, DistanceKernel):
-        distance, (first, second) = term.distance(samples), (x.clone() for x in table.unbind(-1))  # it reads a tensor once
+        distance = term.distance(samples)
 
         def add(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             head = 0 * h if one else h // groups
-            return term.number(distance(b, i, j), first[head], second[head])
+            return term.number(distance(b, i, j), table[head, 0], table[head, 1])
 
         return add
     bucket = term.bucket(samples)

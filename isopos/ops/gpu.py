@@ -14,9 +14,9 @@ from isopos.ops import trust
 from isopos.ops.library import PLAIN, watched
 
 SWITCH = "ISOPOS_TRITON"
-"""Environment variable. "1": kernels run wherever `isopos.ops.trust` trusts the compilers; "any": with every compiler;
-"auto": where `isopos gpu-check` has passed, by the table of `isopos.ops.trust` and by the file of results; "0": never.
-Unset: where the table says so, which is nowhere, since no GPU has run them yet.
+"""Environment variable. Unset: kernels run where `isopos gpu-check` has passed by the table `PASSED` of `isopos.ops.trust`.
+"auto": there, and where the file of results says so. "1": there, and wherever the compilers are trusted. "any": with every
+compiler. "0": never.
 """
 OPERATORS = ("attention",)  # which are registered operators, that compiled code calls
 INPUTS = {"attention": 3, "step": 3}  # number of tensors whose dtype matters; of other operations it is the first
@@ -41,16 +41,16 @@ def _absent() -> str:
 def _off(operation: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     """Why kernels of an operation are off for inputs of these dtypes, or ""."""
     switch = os.environ.get(SWITCH, "")
-    if switch == "1":
-        return trust.unreliable(device)
     if switch == "any":
         return ""
-    if switch not in ("", "auto", "0"):
+    if switch == "0":
+        return f"{SWITCH}=0 in the environment switches it off"
+    if switch not in ("", "auto", "1"):
         return f"{SWITCH} is expected to be 0, 1, any or auto, not {switch!r}"
-    if switch != "0" and (switch or trust.PASSED):
-        why = trust.unproven(operation, dtypes, device, trust.results_file() if switch else None)
-        return why and f"{why}; {SWITCH}=1 in the environment asks for it"
-    return f"it has run on no GPU yet; {SWITCH}=1 in the environment asks for it"
+    why = trust.unproven(operation, dtypes, device, trust.results_file() if switch == "auto" else None)
+    if switch == "1":
+        return why and trust.unreliable(device)
+    return why and f"{why}; {SWITCH}=1 in the environment asks for it"
 
 
 @constant_when_compiled

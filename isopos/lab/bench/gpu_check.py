@@ -271,7 +271,8 @@ def page(results: Mapping[str, Result], rows: Mapping[str, GpuRow]) -> str:
     done = {name: row for name, row in results.items() if name != MACHINE}
     counts = {status: sum(row["status"] == status for row in done.values()) for status in ("passed", "failed", "measured")}
     left = [name for name in rows if name not in results]
-    lines = ["# GPU check", "", "Written by `isopos gpu-check`.", "", f"**Machine.** {about}.", ""]
+    title = f"# GPU check: {machine.get('device', 'no machine')}"
+    lines = [title, "", "Written by `isopos gpu-check`.", "", f"**Machine.** {about}.", ""]
     lines += [f"{', '.join(f'{count} {status}' for status, count in counts.items())}, {len(left)} left.", ""]
     checks = [row for row in done.values() if "races" not in row]
     cells = [(row["row"], row["status"], _aside(row).removeprefix(": ")) for row in checks]
