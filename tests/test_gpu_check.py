@@ -273,7 +273,7 @@ def test_the_table_is_on_by_default(there, monkeypatch):
 
 def test_the_table_is_about_these_kernels(there, monkeypatch):
     """Changed kernels have to be checked on a GPU again: see "Switching the kernels on" in docs/gpu.md."""
-    assert trust.CHECKED == trust.kernels_fingerprint()
+    assert trust.kernels_fingerprint() == trust.CHECKED
     entry = next(iter(trust.PASSED))
     monkeypatch.setattr(trust, "device_name", lambda device: entry.device)
     monkeypatch.setattr(trust, "triton_version", lambda: entry.triton)

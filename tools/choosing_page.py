@@ -23,6 +23,7 @@ OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", 
 SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
+MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
 QUESTIONS = (  # task, data and attention, kind of attention or "" for both, columns of tables
     (
         "language",
@@ -68,10 +69,15 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
             "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
     ),
-    ("masked", "Text read in both directions", "", {"lrpe-1": ("Loss",)}),
+    ("masked", "Text read in both directions", "", dict.fromkeys(MASKED, ("Loss",))),
     ("glue", "Labels of sentences, after such a training", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
     ("text", "Labels of long texts, read as bytes", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
-    ("listops", "Nested expressions, read as a sequence", "", {"lrpe-4": ("ListOps",)}),
+    (
+        "listops",
+        "Nested expressions, read as a sequence",
+        "",
+        {"lrpe-4": ("ListOps",), "lrpe-4-listops-d20s": ("ListOps",)},
+    ),
     (
         "images",
         "Images",
@@ -111,6 +117,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         {
             "ape-2": ("Copy, depth", "Reorder, depth", "C3, depth", "TreeOps, depth"),
             "ape-2-sst": ("Copy, depth", "Reorder, depth"),
+            "ape-2-listops": ("Copy, depth", "Reorder, depth"),
         },
     ),
 )

@@ -271,9 +271,13 @@ def _separation(table: ResultTable) -> Iterator[str]:
 def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
     """Rank correlation with the paper: of all rows, without the baseline, and without the most influential row."""
 
+    by_seed, ours = table.by_seed.get(column, {}), {row: figure for row, (figure, _) in table.ours[column].items()}
+    if all(row in by_seed for row in paper):  # more digits, so that no rows are level
+        ours = {row: statistics.fmean(by_seed[row].values()) for row in paper}
+
     def correlation(*omitted: str) -> float:
         rows = [row for row in paper if row not in omitted]
-        return spearman([paper[row] for row in rows], [table.ours[column][row][0] for row in rows])
+        return spearman([paper[row] for row in rows], [ours[row] for row in rows])
 
     text, base = f"{column}: rank correlation with the paper {correlation():+.2f} over {len(paper)} rows", table.baseline
     if base in paper and len(paper) > FEW:
