@@ -231,10 +231,10 @@ WORKLOADS: dict[str, Callable[[Shape], Any]] = {
     "softmax (SDPA) step": _cached,
 }
 WORKLOADS |= {
-    f"captured {name}": partial(_captured, make=make)
-    for name, make in [*WORKLOADS.items(), ("mul_ of the state", _scaled)]
-    if name in ("prepared step, no positions", "prepared step, rotary", "mul_ of the state")
+    f"captured {name}": partial(_captured, make=WORKLOADS[name])
+    for name in ("prepared step, no positions", "prepared step, rotary")
 }
+WORKLOADS["captured mul_ of the state"] = partial(_captured, make=_scaled)
 POSITIONS = {  # the scheme, and the goal of its speed against no positions
     "no positions": ("none", None),
     "rotary": ("rope", at_least(0.95)),
