@@ -1,6 +1,8 @@
 """Test Triton's linear attention, interpreted on a CPU, against the definition in float64."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -501,14 +503,28 @@ def test_plans_give_the_same_numbers(monkeypatch, name):
     """
     given, plans = linear_options(name, 1, 1, 20, 16), triton_plan.PLANS
     *draws, grad = torch.randn(5, 1, 1, 20, 16).unbind()
-    for inputs in (draws[:3], draws[1:], draws[:3], [draws[3]] * 2 + [draws[0]]):
-        found = with_gradients(inputs, torch.float32, given, grad)
+    calls = draws[:3], draws[1:], draws[:3], [draws[3]] * 2 + [draws[0]], draws[1:]
+    found = [with_gradients(inputs, torch.float32, given, grad) for inputs in calls]
     assert len(plans) == 4  # of forward and backward passes, for different inputs and for queries that are the keys
     assert tuple(isinstance(plan, triton_plan.PassPlan) for plan in list(plans.values())[:2]) == PLANNED[name]
-    again = with_gradients(draws[1:], torch.float32, given, grad)
-    monkeypatch.setattr(triton_plan, "PLANS", {})
-    for planned, of in ((again, draws[1:]), (found, inputs)):
-        assert all(map(torch.equal, planned, with_gradients(of, torch.float32, given, grad)))
+    for planned, inputs in zip(found, calls, strict=True):
+        monkeypatch.setattr(triton_plan, "PLANS", {})
+        assert all(map(torch.equal, planned, with_gradients(inputs, torch.float32, given, grad)))
+
+
+def test_plans_keep_no_tensor():
+    given = linear_options("masked", 1, 1, 20, 16)
+
+    def call():
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 20, 16).unbind())
+        out = linear_attention(q, k, v, **given)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        return [weakref.ref(x) for x in (q, k, v, out, *grads)]
+
+    kept = [call() for _ in range(3)]
+    assert any(isinstance(plan, triton_plan.PassPlan) for plan in triton_plan.PLANS.values())
+    gc.collect()
+    assert not [ref() for refs in kept for ref in refs if ref() is not None]
 
 
 def test_counters_count_with_plans():

@@ -1,5 +1,7 @@
 """Test isopos.ops.triton_rotate in the interpreter or on a GPU: the maps of `isopos.ops.rotate` against float64."""
 
+import gc
+import weakref
 from copy import deepcopy
 
 import pytest
@@ -34,8 +36,9 @@ every_map = pytest.mark.parametrize("name", MAPS)
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Names of the kernels that have run."""
-    from isopos.ops import triton_rotate
+    from isopos.ops import triton_plan, triton_rotate
 
+    monkeypatch.setattr(triton_plan, "PLANS", {})
     found = []
     for name in ("rotate", "rotate_vjp"):
         kernel = getattr(triton_rotate, name)
@@ -87,6 +90,22 @@ def test_half_precision_keeps_its_dtype(calls, name, dtype):
     x, table = features(2, 3, 6, 4 * MAPS[name][0], dtype=dtype), table_of(3, 6, 4)
     out = compare(lambda x, table: ops.rotate_on_gpu(x, table, **how), getattr(ops, name), x, table)
     assert (out.dtype, calls) == (dtype, ["rotate", "rotate_vjp"])
+
+
+@every_map
+def test_plans_turn_other_numbers(name):
+    """The first call is seen, the second recorded, later ones repeat its launches and keep no tensor."""
+    from isopos.ops import triton_plan
+
+    kept = []
+    for n in range(1, 5):
+        x, table = n * features(2, 3, 6, 4 * MAPS[name][0]), table_of(3, 6, 4) / n
+        out = compare(getattr(ops, name), getattr(ops, name), x, table)
+        kept += [weakref.ref(x), weakref.ref(table), weakref.ref(out)]
+    assert [type(plan) for plan in triton_plan.PLANS.values()] == 2 * [triton_plan.PassPlan]  # forward and backward
+    del x, table, out
+    gc.collect()
+    assert not [ref() for ref in kept if ref() is not None]
 
 
 @every_map

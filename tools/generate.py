@@ -2,8 +2,9 @@
 
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
-docs/transformers.md (models of tests/families.py), docs/performance.md, docs/gpu-h100.md (rows of docs/gpu), docs/results/README.md
-and docs/choosing.md (summaries of tables of results; isopos/lab/reports/recommendations.json has the figures of the last).
+docs/transformers.md (models of tests/families.py), docs/performance.md, docs/gpu-h100.md (rows of docs/gpu),
+docs/results/README.md and docs/choosing.md (summaries of tables of results; isopos/lab/reports/recommendations.json has
+the figures of the last).
 """
 
 import re

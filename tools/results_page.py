@@ -270,7 +270,6 @@ def _separation(table: ResultTable) -> Iterator[str]:
 
 def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
     """Rank correlation with the paper: of all rows, without the baseline, and without the most influential row."""
-
     by_seed, ours = table.by_seed.get(column, {}), {row: figure for row, (figure, _) in table.ours[column].items()}
     if all(row in by_seed for row in paper):  # more digits, so that no rows are level
         ours = {row: statistics.fmean(by_seed[row].values()) for row in paper}

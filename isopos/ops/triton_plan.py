@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from isopos.ops.gpu import interpreted
 
-MOST = 256  # plans; the oldest is forgotten
+MOST = 1024  # plans, which hold no tensors; the oldest is forgotten
 SEEN, NONE = "seen", "no plan"
 PLANS: dict[Any, Any] = {}  # a `PassPlan`, SEEN once, or NONE
 _RECORDER: ContextVar["_Recorder | None"] = ContextVar("recorder", default=None)
+_LOCK = Lock()  # of writes: several threads may call
 _ATEN = torch.ops.aten
 _MAKES = {_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default, _ATEN.new_empty.default}
 
@@ -58,13 +60,19 @@ def planned(key: Any, inputs: Sequence[Tensor], run: Callable[[], list[Tensor | 
     if plan == SEEN:
         with _Recorder() as recorder:
             results = run()
-        PLANS[key] = recorder.plan(inputs, results) or NONE
+        _keep(key, recorder.plan(inputs, results) or NONE)
         return results
     if plan is None:
-        if len(PLANS) >= MOST:
-            del PLANS[next(iter(PLANS))]
-        PLANS[key] = SEEN
+        _keep(key, SEEN)
     return run()
+
+
+def _keep(key: Any, plan: Any) -> None:
+    """Keep a plan, in place of the oldest one if there are too many."""
+    with _LOCK:
+        if key not in PLANS and len(PLANS) >= MOST:
+            del PLANS[next(iter(PLANS))]
+        PLANS[key] = plan
 
 
 class PassPlan(NamedTuple):
@@ -157,8 +165,10 @@ def _maker(given: Any, known: dict[int, int], tensors: list[Tensor]) -> Callable
         first, rest = makers[0], tuple(given[1:])
         return lambda all: (first(all), *rest)
 
+    fixed = [None if n in makers else part for n, part in enumerate(given)]  # a plan keeps no tensor
+
     def make(all: list[Tensor]) -> tuple[Any, ...]:
-        parts = [*given]
+        parts = [*fixed]
         for n, part in makers.items():
             parts[n] = part(all)
         return named(parts)
