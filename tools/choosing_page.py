@@ -24,6 +24,7 @@ SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
+MASKED_DECAYS = ("newer-masked-shakespeare", "newer-masked-wikitext2")
 QUESTIONS = (  # task, data and attention, kind of attention or "" for both, columns of tables
     (
         "language",
@@ -69,7 +70,12 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
             "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
     ),
-    ("masked", "Text read in both directions", "", dict.fromkeys(MASKED, ("Loss",))),
+    (
+        "masked",
+        "Text read in both directions",
+        "",
+        dict.fromkeys(MASKED, ("Loss",)) | dict.fromkeys(MASKED_DECAYS, ("loss",)),
+    ),
     ("glue", "Labels of sentences, after such a training", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
     ("text", "Labels of long texts, read as bytes", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
     (
