@@ -70,12 +70,8 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
             "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
     ),
-    (
-        "masked",
-        "Text read in both directions",
-        "",
-        dict.fromkeys(MASKED, ("Loss",)) | dict.fromkeys(MASKED_DECAYS, ("loss",)),
-    ),
+    ("masked", "Text read in both directions", "", dict.fromkeys(MASKED_DECAYS, ("loss",))),
+    ("masked", "Text read in both directions, a decay for one row only", "", dict.fromkeys(MASKED, ("Loss",))),
     ("glue", "Labels of sentences, after such a training", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
     ("text", "Labels of long texts, read as bytes", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
     (
