@@ -115,6 +115,11 @@ def test_rows_run_in_several_processes_and_times_alone(check):
     assert len(check([*names, *(f"time: {n}" for n in range(3))], "--jobs", "8", "--only", "time")[2]) == 6
 
 
+def test_rows_are_chosen_by_several_texts(check):
+    names = ["repeat: a", "accuracy: b", "decoding: d"]
+    assert [*check(names, "--only", "repeat", "decoding: d")[2]] == ["machine", "repeat: a", "decoding: d"]
+
+
 def test_a_line_that_was_cut_is_run_again_and_a_damaged_one_is_an_error(check):
     names = ["repeat: a", "repeat: b", "repeat: c"]
     check(names)
