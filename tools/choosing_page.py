@@ -78,7 +78,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "listops",
         "Nested expressions, read as a sequence",
         "",
-        {"lrpe-4": ("ListOps",), "lrpe-4-listops-d20s": ("ListOps",)},
+        dict.fromkeys(("lrpe-4", "lrpe-4-listops-d20s", "lrpe-4-listops-d8"), ("ListOps",)),
     ),
     (
         "images",

