@@ -418,10 +418,11 @@ def test_as_many_keys_as_queries_are_where_these_are():
 def encoder(hf, family, **options):
     torch.manual_seed(0)
     sizes = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-    sizes |= {"image_size": 16, "patch_size": 4} if family == "ViT" else {"vocab_size": VOCABULARY}
+    images = family in TOKENS_AHEAD
+    sizes |= {"image_size": 16, "patch_size": 4} if images else {"vocab_size": VOCABULARY}
     config = getattr(hf, f"{family}Config")(**sizes | options)
     head = "CausalLM" if options.get("is_decoder") and family == "RoFormer" else "MaskedLM"
-    model = getattr(hf, "ViTModel" if family == "ViT" else f"{family}For{head}")(config).eval()
+    model = getattr(hf, f"{family}Model" if images else f"{family}For{head}")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8 if weight.ndim == 2 and weight.requires_grad else 1)
@@ -429,14 +430,14 @@ def encoder(hf, family, **options):
 
 
 @torch.no_grad()
-def encoded(model, scheme, x, *given):
+def encoded(model, scheme, x, *given, **options):
     """For each attention of a patched encoder, its output, and the output by definition at positions x ``[t c]``."""
     seen, hooks = [], []
     for module in model.modules():
-        if type(module).__name__ in ("BertSelfAttention", "ViTAttention"):
+        if type(module).__name__ in ("BertSelfAttention", *(f"{family}Attention" for family in TOKENS_AHEAD)):
             hook = lambda module, args, options, out: seen.append((module, args[0], out[0]))  # noqa: E731
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-    model(*given)
+    model(*given, **options)
     for hook in hooks:
         hook.remove()
     assert len(seen) == 2
@@ -524,6 +525,7 @@ def test_roformer_as_a_decoder_goes_on_from_its_cache(hf):
         close(logits(model, ids[:, 5:], past_key_values=first.past_key_values), logits(model, ids)[:, 5:])
 
 
+TOKENS_AHEAD = {"ViT": 1, "DeiT": 2, "IJepa": 0, "Dinov2WithRegisters": 5}
 GRIDS = {
     "grid": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax"),
     "grid-locality": lambda: isopos.ape_grid(HEAD_DIM, HEADS, attention="softmax", locality=0.9),
@@ -533,15 +535,16 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("rows", [4, 5])
-def test_vit_has_patches_on_a_grid_of_any_size(hf, name, rows):
-    model, scheme = encoder(hf, "ViT"), GRIDS[name]()
+@pytest.mark.parametrize(("family", "rows"), [("ViT", 4), ("ViT", 5), *((family, 4) for family in TOKENS_AHEAD)])
+def test_vit_has_patches_on_a_grid_of_any_size_and_other_tokens_at_its_origin(hf, name, family, rows):
+    model, scheme, ahead = encoder(hf, family), GRIDS[name](), TOKENS_AHEAD[family]
     before = everything(model)
     patch(model, scheme)
-    places = [(0, 0), *((i + 1, j + 1) for i in range(rows) for j in range(4))]
-    x = torch.arange(len(places))[:, None] if name == "line" else torch.tensor(places)
-    images = torch.randn(2, 3, 4 * rows, 16)
-    for found, expected in encoded(model, scheme, x, images, None, rows != 4):
+    places = [(0, 0)] * ahead + [(i + 1, j + 1) for i in range(rows) for j in range(4)]
+    line = [0] * ahead + [*range(1, 4 * rows + 1)]
+    x = torch.tensor(line)[:, None] if name == "line" else torch.tensor(places)
+    images, larger = torch.randn(2, 3, 4 * rows, 16), {"interpolate_pos_encoding": True} if rows != 4 else {}
+    for found, expected in encoded(model, scheme, x, images, **larger):
         close(found, expected, 1e-5)
     assert everything(unpatch(model)) == before
 
@@ -561,6 +564,45 @@ def test_what_encoders_refuse(hf):
         assert everything(model) == before
     with pytest.raises(ValueError, match=r"model: expected BERT as an encoder, got is_decoder=True"):
         patch(encoder(hf, "Bert", is_decoder=True), rope())
+
+
+@pytest.mark.parametrize(
+    ("family", "got"),
+    [("ViTMAE", "noise, by which patches are left out"), ("Vivit", "VivitTubeletEmbeddings"), ("Yolos", "detection_tokens")],
+)
+def test_patches_whose_place_is_not_known_are_refused(hf, family, got):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    side = [16, 16] if family == "Yolos" else 16
+    model = getattr(hf, f"{family}Model")(getattr(hf, f"{family}Config")(image_size=side, **sizes))
+    before = everything(model)
+    with pytest.raises(ValueError, match=rf"model: expected class tokens and registers, then all patches .*{got}"):
+        patch(model, GRIDS["grid"]())
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "said"),
+    [
+        ("StableLm", {}, {}, "StableLmDecoderLayer passes no further arguments to attention"),
+        ("Nemotron", {}, {}, "NemotronDecoderLayer passes no further arguments to attention"),
+        (
+            "DeepseekV3",
+            {"qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8},
+            {},
+            "queries, keys and values of DeepseekV3Attention have several head sizes",
+        ),
+        ("DiffLlama", {}, {"attention": "linear"}, "DiffLlamaAttention attends several times, got linear"),
+        ("NomicBert", {}, {"attention": "linear"}, "attention in both directions, got linear"),
+    ],
+)
+def test_layers_that_our_attention_does_not_reach_are_refused(hf, family, sizes, options, said):
+    sizes = {"hidden_size": 64, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM} | sizes
+    sizes |= {"intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    model = getattr(hf, f"{family}Model")(getattr(hf, f"{family}Config")(**sizes))
+    before, scheme = everything(model), isopos.permuteformer(HEAD_DIM, HEADS, **({"attention": "softmax"} | options))
+    with pytest.raises(ValueError, match=f"scheme: expected .*{said}"):
+        patch(model, scheme)
+    assert everything(model) == before
 
 
 # Once for all layers

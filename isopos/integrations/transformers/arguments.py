@@ -103,13 +103,13 @@ def of_features(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args, {**kwargs, EVALUATED: Evaluated(getattr(encoder, OWN)[0], x, features, group=over)}
 
 
-def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Add the scheme to the arguments of a ViT: the class token is at the origin, patches count from 1 on each axis."""
+def of_patches(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, ahead: int) -> Arguments:
+    """Add the scheme to the arguments of a ViT: tokens ahead are at the origin, patches count from 1 on each axis."""
     _check_implementation(model)
     pixels: Tensor = kwargs["pixel_values"] if "pixel_values" in kwargs else args[0]
     embed, scheme = model.embeddings.patch_embeddings, getattr(model, OWN)
     sides = [size // patch for size, patch in zip(pixels.shape[-2:], embed.patch_size, strict=True)]
     group, device = scheme.group, pixels.device
     patches = grid(*sides, device=device) if group.columns == 2 else sequence(math.prod(sides), device=device)
-    x = torch.cat((group.origin(1, device=device), patches + 1))[None]
+    x = torch.cat((group.origin(ahead, device=device), patches + 1))[None]
     return args, {**kwargs, EVALUATED: Evaluated(scheme, x, pixels[:0].to(embed.projection.weight.dtype))}

@@ -31,8 +31,8 @@ def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, 
     stay without them.
 
     Learned vectors of positions (GPT-2, BERT, ViT) become zeros, or the vectors that the scheme adds. ViT's patches are on a
-    grid that starts at (1, 1), for any size of image, or row by row on a line; its class token is at the origin. RoFormer,
-    Falcon and attention over patches take only schemes that rotate pairs; Falcon also takes a decay.
+    grid that starts at (1, 1), for any size of image, or row by row on a line; class tokens and registers are at the origin.
+    RoFormer, Falcon and attention over patches take only schemes that rotate pairs; Falcon also takes a decay.
 
     A scheme of linear attention needs a causal decoder, rotary or with learned vectors, whose layers see all earlier keys.
     Its cache has constant size: a state per layer (`StateLayer`) in a DynamicCache. Weights that were trained with softmax

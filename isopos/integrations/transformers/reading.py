@@ -1,5 +1,6 @@
 """Facts read from a model of transformers: its modules of positions, its sizes, and its attention layers."""
 
+import dis
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from isopos.integrations.transformers.rotary import rotary_modules
 
 TABLES = ("wpe", "position_embeddings", "position_embedding")
+AHEAD = {"cls_token", "distillation_token", "register_tokens"}  # tokens of a ViT ahead of its patches
 
 
 def text_part(model: Any) -> Any:
@@ -66,13 +68,48 @@ def attention_layers(owner: nn.Module) -> list[Any]:
         parts = name.split(".")
         path = [owner.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
         for module in path:
-            kinds = [a.kind for a in inspect.signature(module.forward).parameters.values()]
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and inspect.Parameter.VAR_KEYWORD not in kinds:
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and not _passes_on(module):
                 raise ValueError(f"{expected}{type(module).__name__} passes no further arguments to attention")
+        if len({getattr(layer, size, None) for size in ("head_dim", "qk_head_dim", "v_head_dim")} - {None}) > 1:
+            raise ValueError(f"{expected}queries, keys and values of {type(layer).__name__} have several head sizes")
         for option, reason in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has sinks")):
             if getattr(layer, option, None) is not None:
                 raise ValueError(f"{expected}{type(layer).__name__} {reason} ({option}), which our attention does not")
     return [layer for _, layer in layers]
+
+
+def _passes_on(module: nn.Module) -> bool:
+    """Whether a module's forward takes further arguments by name and uses them."""
+    forward = inspect.unwrap(type(module).forward)
+    names = [a.name for a in inspect.signature(forward).parameters.values() if a.kind == inspect.Parameter.VAR_KEYWORD]
+    return bool(names) and _loads(forward, names[0]) > 0
+
+
+def _loads(function: Any, name: str) -> int:
+    """How often the code of a function loads a local variable."""
+    loaded = [a.argval for a in dis.get_instructions(function) if a.opname.startswith("LOAD_")]
+    return sum(name in value if isinstance(value, tuple) else name == value for value in loaded)  # tuples from 3.13 on
+
+
+def attends_twice(layer: nn.Module) -> bool:
+    """Whether a layer calls attention several times, as differential attention does."""
+    return _loads(inspect.unwrap(type(layer).forward), "attention_interface") > 1
+
+
+def tokens_ahead(embeddings: Any) -> int:
+    """Number of class and register tokens ahead of a ViT's patches.
+
+    Raises:
+        ValueError: For other additional tokens, for patches of videos or spectrograms, and if some patches are left out.
+    """
+    tokens = {name: a for name, a in embeddings.named_parameters(recurse=False) if "token" in name and name != "mask_token"}
+    others = [*({*tokens} - AHEAD), *["noise, by which patches are left out"] * takes(embeddings, "noise")]
+    if others or not hasattr(embeddings.patch_embeddings, "patch_size"):
+        raise ValueError(
+            "model: expected class tokens and registers, then all patches of an image, got "
+            + (", ".join(others) or type(embeddings.patch_embeddings).__name__)
+        )
+    return sum(a.shape[-2] for a in tokens.values())
 
 
 def biased_layers(owner: nn.Module) -> list[Any]:

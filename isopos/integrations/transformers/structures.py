@@ -226,14 +226,15 @@ def _sinusoids(part: Any, config: Any, scheme: Scheme) -> Changes:
 def _patches(part: Any, config: Any, scheme: Scheme) -> Changes:
     """Changes of ViT, whose vectors of positions become zeros. Its patches are on a grid, or row by row on a line."""
     old = part.embeddings.position_embeddings
-    _check(scheme, head_dim(config), head_counts(config), class_tokens=1, columns=(1, 2))
+    ahead = 0 if _is_nothing(scheme) else reading.tokens_ahead(part.embeddings)
+    _check(scheme, head_dim(config), head_counts(config), class_tokens=ahead, columns=(1, 2))
     _refuse_embedding(scheme)
     zeros = Change(part.embeddings, "position_embeddings", nn.Parameter(torch.zeros_like(old), requires_grad=False))
     if _is_nothing(scheme):
         return [zeros]
     reading.attention_layers(part)
     implementation = Change(config, "_attn_implementation", ATTENTION)
-    return [zeros, Change(part, OWN, scheme), Hook(part, of_patches), implementation]
+    return [zeros, Change(part, OWN, scheme), Hook(part, partial(of_patches, ahead=ahead)), implementation]
 
 
 # What is refused of schemes
@@ -262,13 +263,18 @@ def _check_window(window: int, scheme: Any) -> None:
 
 def _check_causal(layer: Any, config: Any) -> None:
     """Raise ValueError for a layer whose queries see later keys, or not all earlier ones."""
-    kinds, index = getattr(config, "layer_types", None), layer.layer_idx
+    kinds, index = getattr(config, "layer_types", None), getattr(layer, "layer_idx", 0)
     kind = kinds[index] if kinds else "sliding" if getattr(config, "sliding_window", None) else "full_attention"
     if kind != "full_attention" or not getattr(layer, "is_causal", False):
         got = f"{kind.replace('_', ' ')} in layer {index}" if kind != "full_attention" else "attention in both directions"
         raise ValueError(
             "scheme: expected attention='softmax', since sums of linear attention are of all keys up to the query's, and "
             f"the model has {got}, got linear"
+        )
+    if reading.attends_twice(layer):
+        raise ValueError(
+            "scheme: expected attention='softmax', since linear attention has one state per layer, and "
+            f"{type(layer).__name__} attends several times, got linear"
         )
 
 
