@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from isopos.lab.reports.intervals import to_best
 from tools import results_page
 
 pytestmark = pytest.mark.skipif(not results_page.RESULTS.exists(), reason="docs/ is part of the repository only")
@@ -60,9 +61,9 @@ def test_leaders_pairs_and_ranks(shown):
     lines = results_page.findings(shown()).splitlines()
     assert lines[1] == "### `toy`: Which?"
     assert lines[3:] == [
-        "- left: Rope is best, ahead of PER by 0.1 [-1.03, 1.23] (95% interval for 5 pairs at once, unpaired, "
+        "- left: Rope is best, ahead of PER by 0.1 [-1.43, 1.63] (95% interval for 15 pairs at once, unpaired, "
         "3 seeds: no difference shown).",
-        "- right: Rope is best, ahead of PER by 0.1 [-0.87, 1.07] (95% interval for 3 pairs at once, unpaired, "
+        "- right: Rope is best, ahead of PER by 0.1 [-1.09, 1.29] (95% interval for 6 pairs at once, unpaired, "
         "3 seeds: no difference shown).",
         "- Best and worst row are apart, in standard deviations of a seed: left 9; right 3783.",
         "- left: rank correlation with the paper -0.40 over 4 rows, -1.00 without Base.",
@@ -84,7 +85,7 @@ def test_higher_is_better_turns_every_order(shown):
     lines = results_page.findings(shown("higher")).splitlines()
     assert lines[3] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
     assert lines[4] == (
-        "- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval for 3 pairs at once, unpaired, 3 seeds)."
+        "- right: Base is best, ahead of a|b by 1e+03 [999, 1e+03] (95% interval for 6 pairs at once, unpaired, 3 seeds)."
     )
     assert lines[-1].endswith(" (one seed): Type1, left -0.500.")
 
@@ -125,9 +126,9 @@ def test_percentages_and_marks_are_figures():
 def test_distances_paired_by_seed_decide_where_there_are_some(shown):
     lines = results_page.findings(shown(more=PAIRED)).splitlines()
     assert (
-        lines[3] == "- left: Rope is best, ahead of PER by 0.1 [0.0427, 0.157] (95% interval for 5 pairs at once, 3 seeds)."
+        lines[3] == "- left: Rope is best, ahead of PER by 0.1 [0.00025, 0.2] (95% interval for 15 pairs at once, 3 seeds)."
     )
-    assert lines[4].endswith("(95% interval for 3 pairs at once, unpaired, 3 seeds: no difference shown).")
+    assert lines[4].endswith("(95% interval for 6 pairs at once, unpaired, 3 seeds: no difference shown).")
 
 
 def test_figures_by_seed_pair_every_two_rows(shown, tmp_path):
@@ -209,6 +210,16 @@ def test_what_the_page_makes_of_softmax_and_lengths_is_true(tables):
     rises = {row: last[row][0] / first[row][0] for row in last}
     assert {row for row, rise in rises.items() if rise < 1} == {"permuteformer", "retnet", "alibi with softmax attention"}
     assert max(rises, key=rises.__getitem__) == "rope with softmax attention"
+
+
+def test_intervals_to_the_best_row_are_of_all_rows_together(tables):
+    scenes, column = tables["newer-scenes"], "softmax"
+    order = scenes.sort(column, {row: mean for row, (mean, _) in scenes.ours[column].items()})
+    best, *others = (scenes.by_seed[column][row] for row in order)
+    values = {row: [best[seed] - other[seed] for seed in best] for row, other in zip(order[1:], others, strict=True)}
+    assert scenes.sign(column) == -1
+    assert scenes.leads(column, order) == to_best(values)
+    assert all(lead.mean >= 0 for lead in scenes.leads(column, order).values())
 
 
 def test_columns_may_have_different_directions(tables):

@@ -142,7 +142,7 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     schemes = {row: row for row in table.ours[title]} | {row.name: row.on(column.corpus) for row in layout.rows}
     ours = {row: figure for row, figure in table.ours[title].items() if _is_of(kind, schemes[row])}
     order = table.sort(title, {row: mean for row, (mean, _) in ours.items()})
-    leads = {row: table.lead(title, order[0], row, len(order) - 1) for row in order[1:]}
+    leads = table.leads(title, order)
     rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"

@@ -4,7 +4,8 @@ Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`). 
 next to the table, or if one of the two rows is the reference of the table's distances. Otherwise they are unpaired, from the
 standard deviations of both rows' distances to the reference, which share its noise, so the interval is rather too wide; or,
 without distances, from the standard deviations of the columns. A row has all seeds of its table except those listed as
-missing. The interval between the best two rows, a pair selected by the figures, holds for the best and all others at once.
+missing. Intervals to the best row, which the figures select, hold for all pairs of rows at once. If paired, deviations are
+moderated (`isopos.lab.reports.intervals.to_best`).
 """
 
 import itertools
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, spearman
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, spearman, to_best
 from isopos.lab.reports.paper import FIGURES, PAIRED
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, Rows, tables
@@ -95,15 +96,28 @@ class ResultTable:
 
         return Difference.unpaired(summary(second), summary(first), pairs)
 
+    def leads(self, column: str, order: Sequence[str]) -> dict[str, Difference]:
+        """How much better the first of these rows is than each other one, if their figures determine which is the first."""
+        best, *others = order
+        sign, by_seed = self.sign(column), self.by_seed.get(column, {})
+        values = {
+            row: [(figure - by_seed[best][seed]) * sign for seed, figure in by_seed[row].items() if seed in by_seed[best]]
+            for row in others
+            if {best, row} <= {*by_seed}
+        }
+        if len(values) == len(others) and all(values.values()):
+            return to_best(values)
+        return {row: self.lead(column, best, row, len(order) * (len(order) - 1) // 2) for row in others}
+
     def _count(self, column: str, spread: float, *rows: str) -> int:
         """Number of seeds that all of these rows have; 1 if the spread is NaN."""
         missing = frozenset().union(*(self.missing_seeds.get(column, {}).get(row, frozenset()) for row in rows))
         return 1 if math.isnan(spread) else self.seeds - len(missing)
 
-    def certainty(self, column: str, first: str, second: str, pairs: int = 1) -> str:
-        """Interval and number of seeds of a difference, or whether quartiles overlap."""
+    def certainty(self, column: str, first: str, second: str, lead: Difference | None = None) -> str:
+        """Interval and number of seeds of a difference, by default of these two rows alone, or whether quartiles overlap."""
         if not self.timed:
-            return self.lead(column, first, second, pairs).summary
+            return (lead or self.lead(column, first, second)).summary
         (a, a_half), (b, b_half) = self.ours[column][first], self.ours[column][second]
         return SEPARATE if abs(a - b) > a_half + b_half else "quartiles overlap"
 
@@ -244,10 +258,11 @@ def _best(table: ResultTable) -> Iterator[str]:
     for column, figures in table.ours.items():
         order = table.sort(column, {row: figure for row, (figure, _) in figures.items()})
         if len(order) > 1 and figures[order[0]][0] != figures[order[1]][0]:
-            best, second, pairs = order[0], order[1], len(order) - 1
+            best, second = order[:2]
+            difference = table.leads(column, order)[second]
             gap = f"{abs(figures[best][0] - figures[second][0]):.3g}"
-            lead = gap if table.timed else table.lead(column, best, second, pairs).text(".3g")
-            leads.setdefault((best, second, table.certainty(column, best, second, pairs)), {})[column] = lead
+            lead = gap if table.timed else difference.text(".3g")
+            leads.setdefault((best, second, table.certainty(column, best, second, difference)), {})[column] = lead
     for (best, second, certainty), by_column in leads.items():
         yield f"{'; '.join(by_column)}: {best} is best, ahead of {second} by {', '.join(by_column.values())} ({certainty})."
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from isopos.lab import tasks
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
-from isopos.lab.reports.intervals import MIN_SEEDS, NOTE, Difference
+from isopos.lab.reports.intervals import MIN_SEEDS, NOTE, Difference, to_best
 from isopos.lab.runs.files import damaged, read_json
 from isopos.lab.runs.folders import Result, data_fingerprint, read_recipe, read_run
 from isopos.lab.tasks.task import Task
@@ -99,15 +99,23 @@ def ranking(folder: Path) -> "Ranking":
 
     ordered = sorted(by_scheme, key=rank)
     best, speed = by_scheme[ordered[0]] if ordered else {}, about.get("speed", {})
-    rows = []
-    for scheme in ordered:
-        results = by_scheme[scheme]
-        seeds = sorted(shared & {*results})
-        pairs = [(results[seed].scores[main.title], best[seed].scores[main.title]) for seed in seeds]
-        values = [a - b for a, b in pairs if a is not None and b is not None]
-        paired = [results[seed] for seed in seeds]
-        difference = Difference.paired(values, max(1, len(ordered) - 1)) if values else None
-        rows.append(RankedRow(scheme, [*results.values()], paired, difference, speed.get(scheme)))
+    seeds = {scheme: sorted(shared & {*by_scheme[scheme]}) for scheme in ordered}
+    values: dict[str, list[float]] = {}
+    for scheme, results in ((scheme, by_scheme[scheme]) for scheme in ordered):
+        pairs = [(results[seed].scores[main.title], best[seed].scores[main.title]) for seed in seeds[scheme]]
+        values[scheme] = [a - b for a, b in pairs if a is not None and b is not None]
+    differences = to_best({scheme: values[scheme] for scheme in ordered[1:] if values[scheme]})
+    differences |= {scheme: Difference.paired(values[scheme]) for scheme in ordered[:1] if values[scheme]}  # to itself
+    rows = [
+        RankedRow(
+            scheme,
+            [*by_scheme[scheme].values()],
+            [by_scheme[scheme][seed] for seed in seeds[scheme]],
+            differences.get(scheme),
+            speed.get(scheme),
+        )
+        for scheme in ordered
+    ]
     return Ranking(task, rows, about.get("chance"))
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids, rates
-from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, spearman
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, spearman, to_best
 from isopos.lab.reports.plots import line_style, literal, plain, svg_text
 from isopos.lab.runs.files import write_json, write_text
 from isopos.lab.tables.loader import (
@@ -232,13 +232,10 @@ def _leads(table: PaperTable, rows: Sequence[RowResults], row: RowResults, colum
     if row not in candidates:
         return False
     best = min(candidates, key=lambda other: rank(statistics.mean(other.values[column.title].values())))
-    paired = {other.name: _differences(other, best, column) for other in candidates}
-    tied = {
-        name: not Difference.paired(values, max(1, len(candidates) - 1)).excludes_zero
-        for name, values in paired.items()
-        if len(values) >= MIN_SEEDS
-    }
-    return tied.get(row.name, False) and not all(tied.values())
+    paired = {other.name: _differences(other, best, column) for other in candidates if other is not best}
+    found = to_best({name: values for name, values in paired.items() if len(values) >= MIN_SEEDS})
+    shown = {name for name, difference in found.items() if difference.excludes_zero}
+    return bool(shown) and (row is best or (row.name in found and row.name not in shown))
 
 
 def _finer(metric: Metric) -> Metric:
@@ -315,7 +312,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
     if table.marked:
         yield (
             "Marked (*) are the best figure and figures not shown to differ from it: the 95% interval of the differences "
-            "paired by seed, for all rows at once (5% divided by the number of other rows), includes 0. None is marked if "
+            "paired by seed, for all pairs of rows at once, includes 0. None is marked if "
             f"no row differs from the best, or with fewer than {MIN_SEEDS} seeds."
         )
     yield from rates.notes(table, folder, about["corpora"], about["rates"])

@@ -28,7 +28,7 @@ class SchemeRow:
         mean: Mean figure over seeds.
         spread: Standard deviation over seeds, or None for one seed.
         behind: By how much the best row is better, in units of the figure.
-        half: Half of the 95% interval of `behind`, for all rows at once; None without an interval, and for the best row.
+        half: Half of the 95% interval of `behind`, for all pairs of rows at once; None without one, and for the best row.
     """
 
     name: str
