@@ -301,6 +301,14 @@ def test_the_table_is_about_these_kernels(there, monkeypatch):
     assert gpu._off(entry.operation, device, dtypes).startswith("`isopos gpu-check` has not passed for ")
 
 
+def test_comments_do_not_change_the_kernels():
+    lines = ['"""What."""', 'X = "# no comment"  # a comment', "", "def one():", '    """How', "", "    # so.", '    """']
+    source = "\n".join([*lines, '    return """a', 'b"""', ""])
+    assert trust.code(source) == 'X = "# no comment"\ndef one():\n    return """a\nb"""'
+    assert trust.code(source.replace("How", "Why").replace("a comment", "another")) == trust.code(source)
+    assert trust.code(source.replace("one", "two")) != trust.code(source)
+
+
 def test_the_table_is_what_the_rows_of_an_h100_prove():
     found = set()
     for path in sorted((Path(__file__).parents[1] / "docs" / "gpu").glob("h100-*.jsonl")):

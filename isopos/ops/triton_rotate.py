@@ -19,7 +19,7 @@ from isopos.ops.triton_plan import launch, layouts, planned
 jit, tl = gpu.language()
 kernel = partial(jit, do_not_specialize=("tokens", "shared", "rows"))  # one variant for all lengths and batches
 
-TILE, BUSY, WARPS = 2048, 1024, 2  # pairs per program; programs that fill a device; its warps: the fastest on an H100
+TILE, BUSY, WARPS = 2048, 1024, 2  # pairs per program; programs that fill a device; its warps, from sweeps on an H100
 WIDEST = 1024  # largest number of pairs per head
 
 
