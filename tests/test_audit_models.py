@@ -4,8 +4,10 @@ import faults
 import pytest
 import torch
 
+import isopos
 from isopos.audit import audit
 from isopos.audit.declared import declared_factor, declared_frequencies
+from isopos.models import Decoder
 
 RULES = {
     "default": {},
@@ -154,3 +156,41 @@ def test_a_table_as_long_as_the_largest_position_is_not_built_far_away():
     """A table with 2^31 rows needs more memory than most machines have."""
     (found,) = audit(faults.late_table(), checks=["far positions"]).results
     assert (found.severity, found.measured) == ("note", "not measured: a table as long as the position is built")
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_a_model_of_this_library_is_measured_with_its_own_cache(attention, monkeypatch):
+    from isopos.integrations.transformers.model import IsoposForCausalLM, from_decoder
+
+    torch.manual_seed(0)
+    made = from_decoder(Decoder(64, 32, 2, isopos.rope(16, 2, attention=attention)))
+    checks = ["decoding", "chunked prefill", "beam reorder", "generation", "left padding"]
+    report = audit(made, checks=[*checks, "static cache"])
+    assert report.sound, report
+    assert [result.check for result in report.results] == checks
+    assert [a.check for a in report.unmeasured] == ["static cache"]
+    features = IsoposForCausalLM._features
+
+    def late(self, ids, mask, position_ids, cache):
+        past = 0 if cache is None else cache.get_seq_length()
+        return features(self, ids, mask, past // 2 + torch.arange(ids.shape[1])[None], cache)
+
+    monkeypatch.setattr(IsoposForCausalLM, "_features", late)  # chunks after the first are too early
+    assert "chunked prefill" in audit(made, checks=["chunked prefill"]).broken
+
+
+@pytest.mark.parametrize("name", ["keep", "permuteformer"])
+def test_a_converted_model_is_measured_with_its_states(name):
+    from isopos.integrations.transformers.conversion import converted, linear_scheme
+
+    llama = faults.model("llama")
+    report = audit(
+        converted(llama, linear_scheme(llama, name)),
+        checks=["shift", "decoding", "chunked prefill", "beam reorder", "generation", "static cache", "packing"],
+    )
+    assert report.sound, report
+    assert {a.check: a.reason for a in report.unmeasured} == {
+        "static cache": "it has no static cache",
+        "packing": "its call takes no packed batches",
+    }
+    assert len(report.results) == 5

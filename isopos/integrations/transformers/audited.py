@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.audit.subject import RotaryModule, Subject
+from isopos.scheme import Scheme
 
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
@@ -117,6 +118,7 @@ class TransformersSubject(Subject):
     part: str = ""
     vocabulary: Tensor
     accepts: frozenset[str]
+    returned: Any = None  # the cache that the last call returned
 
     @classmethod
     def of(cls, model: Any, name: str, part: str = "", config: Any = None) -> "TransformersSubject":
@@ -172,7 +174,9 @@ class TransformersSubject(Subject):
             options[self.takes("mask")] = mask.long()
         if "use_cache" in self.accepts:
             options.setdefault("use_cache", False)
-        return _outputs(module(**options))
+        out = module(**options)
+        self.returned = getattr(out, self._cache_name() or "", None)
+        return _outputs(out)
 
     def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -185,7 +189,8 @@ class TransformersSubject(Subject):
 
         config = copy.deepcopy(self.config)
         count = sum(chunk.shape[1] for chunk in chunks)
-        cache: Any = DynamicCache(config=config)
+        own = not getattr(self.module, "_supports_default_dynamic_cache", lambda: True)()  # made by the first call
+        cache: Any = None if own else DynamicCache(config=config)
         if kind == "static":
             cache = StaticCache(config=config, max_cache_len=count + 4)
         if self.part == "decoder":
@@ -197,6 +202,7 @@ class TransformersSubject(Subject):
                 cache.reorder_cache(order)
             with torch.no_grad():
                 outputs.append(self.call(self.exact, chunk, use_cache=True, **{name: cache}))
+            cache = self.returned if cache is None else cache
         return torch.cat(outputs, 1)
 
     def generated(self, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
@@ -252,6 +258,8 @@ class TransformersSubject(Subject):
             abilities.add("static")
         if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
             abilities.add("save")
+        if any(isinstance(a, Scheme) and a.attention == "linear" for a in self.module.modules()):
+            abilities -= {"packing", "static"}  # states of all tokens up to a query's have neither parts nor free slots
         return frozenset(abilities)
 
     def _cache_name(self) -> str | None:
