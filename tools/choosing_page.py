@@ -24,7 +24,7 @@ SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
-MASKED_DECAYS = ("newer-masked-shakespeare", "newer-masked-wikitext2")
+MASKED_DECAYS = ("newer-masked-shakespeare", "newer-masked-wikitext2", "newer-masked-novels")
 QUESTIONS = (  # task, data and attention, kind of attention or "" for both, columns of tables
     (
         "language",
