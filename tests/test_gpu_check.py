@@ -307,6 +307,7 @@ def test_comments_do_not_change_the_kernels():
     assert trust.code(source) == 'X = "# no comment"\ndef one():\n    return """a\nb"""'
     assert trust.code(source.replace("How", "Why").replace("a comment", "another")) == trust.code(source)
     assert trust.code(source.replace("one", "two")) != trust.code(source)
+    assert trust.code('def one(): "How"; return "é\\f", 1  # what\n') == 'def one(): ; return "é\\f", 1'
 
 
 def test_the_table_is_what_the_rows_of_an_h100_prove():

@@ -222,20 +222,6 @@ def test_intervals_to_the_best_row_are_of_all_rows_together(tables):
     assert all(lead.mean >= 0 for lead in scenes.leads(column, order).values())
 
 
-def test_orders_of_pairs_share_their_deviations(tables):
-    table, column = tables["lrpe-3"], "accuracy"
-    pairs = [("Type2", "Base"), ("Type2", "RoPE"), ("Base", "RoPE")]
-    by_seed, found = table.by_seed[column], table.orders(column, pairs)
-    assert table.sign(column) == -1
-    for pair in pairs:
-        values = [by_seed[pair[0]][seed] - by_seed[pair[1]][seed] for seed in by_seed["Base"]]
-        assert found[pair].mean == pytest.approx(sum(values) / 3)
-        assert found[pair].pairs == 1
-    alone, shared = [table.lead(column, *pair).half for pair in pairs], [found[pair].half for pair in pairs]
-    assert max(shared) / min(shared) < 0.7 * max(alone) / min(alone)
-    assert table.orders(column, pairs[:1])[pairs[0]] == table.lead(column, *pairs[0])  # of one pair there is none to share
-
-
 def test_columns_may_have_different_directions(tables):
     one = tables["ape-1"]
     assert (one.better, one.sign("Copy"), one.sign("Copy, whole")) == ("lower", 1, -1)

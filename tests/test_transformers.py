@@ -585,11 +585,14 @@ def test_patches_whose_place_is_not_known_are_refused(hf, family, got):
     [
         ("StableLm", {}, {}, "StableLmDecoderLayer passes no further arguments to attention"),
         ("Nemotron", {}, {}, "NemotronDecoderLayer passes no further arguments to attention"),
-        (
-            "DeepseekV3",
-            {"qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 8, "kv_lora_rank": 8},
-            {},
-            "queries, keys and values of DeepseekV3Attention have several head sizes",
+        *(
+            (
+                "DeepseekV3",
+                {"qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": size, "q_lora_rank": 8, "kv_lora_rank": 8},
+                {},
+                "queries, keys and values of DeepseekV3Attention have other sizes than 16",
+            )
+            for size in (8, 24)
         ),
         ("DiffLlama", {}, {"attention": "linear"}, "DiffLlamaAttention attends several times, got linear"),
         ("NomicBert", {}, {"attention": "linear"}, "attention in both directions, got linear"),

@@ -13,7 +13,7 @@ python -m tools.public_data wordnet FILE FOLDER        # wordnet-nouns.txt, from
 - `python -m tools.public_data packages FILE FOLDER`: debian-packages.jsonl, descriptions of Debian's packages and their
   sections, from a file of the lists Packages and Translation-en of its main part, one after the other
 - `python -m tools.public_data authors FILE FOLDER`: novel-authors/train.jsonl and test.jsonl, passages and their authors,
-  from a tar of files named Author_Title_Year.txt: the first novels of each author train, the last one is test
+  from a tar of files named Author_Title_Year.txt: of each author the last title is test, the others train
 
 A file but authors' may be packed with gzip.
 """
@@ -124,10 +124,14 @@ def write_images(source: Path, folder: Path) -> None:
         for split, name in SPLITS.items():
             pixels = gzip.decompress((source / f"{name}-images-idx3-ubyte.gz").read_bytes())[16:]  # after the header
             labels = gzip.decompress((source / f"{name}-labels-idx1-ubyte.gz").read_bytes())[8:]
+            if len(pixels) != len(labels) * SIDE**2:
+                raise ValueError(
+                    f"{name}: expected images of {SIDE}x{SIDE} pixels, got {len(pixels)} bytes of {len(labels)}"
+                )
             for number, label in enumerate(labels):
                 image, png = pixels[number * SIDE**2 : (number + 1) * SIDE**2], io.BytesIO()
                 Image.frombytes("L", (SIDE, SIDE), image).save(png, "png")
-                archive.writestr(f"{split}/{label}/{number}.png", png.getvalue())
+                archive.writestr(zipfile.ZipInfo(f"{split}/{label}/{number}.png"), png.getvalue())  # without today's date
 
 
 def descriptions(lines: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -158,6 +162,8 @@ def write_authors(file: Path, folder: Path) -> None:
         novels = sorted((member for member in archive if member.isfile()), key=lambda member: Path(member.name).name)
         for author, of_author in groupby(novels, lambda member: Path(member.name).name.partition("_")[0]):
             *first, last = of_author
+            if not first:
+                raise ValueError(f"{author}: expected several novels, got {last.name} alone")
             for split, members in (("train", first), ("test", [last])):
                 for member in members:
                     text = archive.extractfile(member).read().decode("utf-8-sig")  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,11 +1,11 @@
 """Summaries in docs/results/README.md, derived from docs/results/*/table.md; `tools.generate` writes them.
 
-Intervals of differences are Student's at 95% (`isopos.lab.reports.intervals`). They are paired by seed if figures.json lies
+Intervals of pairs are Student's at 95% (`isopos.lab.reports.intervals`). They are paired by seed if figures.json lies
 next to the table, or if one of the two rows is the reference of the table's distances. Otherwise they are unpaired, from the
 standard deviations of both rows' distances to the reference, which share its noise, so the interval is rather too wide; or,
 without distances, from the standard deviations of the columns. A row has all seeds of its table except those listed as
-missing. Intervals to the best row, which the figures select, hold for all pairs of rows at once. They, and the orders of all
-pairs of rows, have moderated deviations if figures are paired (`isopos.lab.reports.intervals.moderated`).
+missing. Intervals to the best row, which the figures select, hold for all pairs of rows at once. If paired, deviations are
+moderated (`isopos.lab.reports.intervals.to_best`).
 """
 
 import itertools
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, moderated, spearman, to_best
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, spearman, to_best
 from isopos.lab.reports.paper import FIGURES, PAIRED
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, Rows, tables
@@ -108,20 +108,6 @@ class ResultTable:
         if len(values) == len(others) and all(values.values()):
             return to_best(values)
         return {row: self.lead(column, best, row, len(order) * (len(order) - 1) // 2) for row in others}
-
-    def orders(self, column: str, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Difference]:
-        """By pair of rows, how much better the first one is."""
-        sign, by_seed = self.sign(column), self.by_seed.get(column, {})
-        values = {
-            (one, other): [
-                (by_seed[other][seed] - figure) * sign for seed, figure in by_seed[one].items() if seed in by_seed[other]
-            ]
-            for one, other in pairs
-            if {one, other} <= {*by_seed}
-        }
-        if len(values) == len(pairs) and all(values.values()):
-            return moderated(values)
-        return {pair: self.lead(column, *pair) for pair in pairs}
 
     def _count(self, column: str, spread: float, *rows: str) -> int:
         """Number of seeds that all of these rows have; 1 if the spread is NaN."""
@@ -319,7 +305,7 @@ def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
 def _pairs(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
     """Which orders of two rows in the paper are confirmed and which are contradicted; by means if seeds are few."""
     pairs = [pair for pair in itertools.combinations(table.sort(column, paper), 2) if paper[pair[0]] != paper[pair[1]]]
-    leads = table.orders(column, pairs)
+    leads = {pair: table.lead(column, *pair) for pair in pairs}
     basis, undecided = "", "without a difference shown"
     if table.timed:
         decided = {pair for pair in pairs if table.certainty(column, *pair) == SEPARATE}

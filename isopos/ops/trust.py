@@ -135,17 +135,20 @@ def code(source: str) -> str:
         >>> code("x = 1  # one\n\n# two\ny = '# 2'\n")
         "x = 1\ny = '# 2'"
     """
-    lines = source.splitlines()
+    lines = source.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
+    cut = [line.encode() for line in lines]  # columns of `ast` count bytes
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node) is not None:
-            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
-            lines[first:last] = [""] * len(lines[first:last])
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+            text: Any = node.body[0]
+            first, last = text.lineno - 1, text.end_lineno - 1
+            rest = cut[last][text.end_col_offset :]
+            cut[first : last + 1] = [cut[first][: text.col_offset] + rest, *[b""] * (last - first)]
+    return "\n".join(line.decode().rstrip() for line in cut if line.strip())
 
 
 def results_file() -> Path:

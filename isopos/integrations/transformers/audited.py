@@ -202,7 +202,9 @@ class TransformersSubject(Subject):
                 cache.reorder_cache(order)
             with torch.no_grad():
                 outputs.append(self.call(self.exact, chunk, use_cache=True, **{name: cache}))
-            cache = self.returned if cache is None else cache
+            cache, self.returned = self.returned if cache is None else cache, None
+            if cache is None:
+                raise ValueError(f"{name}: expected a cache from the first call, got none")
         return torch.cat(outputs, 1)
 
     def generated(self, tokens: Tensor, mask: Tensor, count: int) -> Tensor:

@@ -11,6 +11,8 @@ from torch import nn
 from isopos.integrations.transformers.rotary import rotary_modules
 
 TABLES = ("wpe", "position_embeddings", "position_embedding")
+SIZES = ("head_dim", "qk_head_dim", "v_head_dim")  # attributes of attention layers
+ROTATES = "scheme: expected one that rotates pairs of features, all heads alike, since "
 AHEAD = {"cls_token", "distillation_token", "register_tokens"}  # tokens of a ViT ahead of its patches
 
 
@@ -60,7 +62,7 @@ def attention_layers(owner: nn.Module) -> list[Any]:
     Raises:
         ValueError: If there are none, or if the model does not pass on the arguments that our attention needs.
     """
-    expected = "scheme: expected one that rotates pairs of features, all heads alike, since "
+    expected = ROTATES
     layers = [(name, a) for name, a in owner.named_modules() if _calls(a, "ALL_ATTENTION_FUNCTIONS")]
     if not layers:
         raise ValueError(f"{expected}the attention of {type(owner).__name__} is its own code, not transformers' interface")
@@ -70,8 +72,6 @@ def attention_layers(owner: nn.Module) -> list[Any]:
         for module in path:
             if not isinstance(module, nn.ModuleList | nn.ModuleDict) and not _passes_on(module):
                 raise ValueError(f"{expected}{type(module).__name__} passes no further arguments to attention")
-        if len({getattr(layer, size, None) for size in ("head_dim", "qk_head_dim", "v_head_dim")} - {None}) > 1:
-            raise ValueError(f"{expected}queries, keys and values of {type(layer).__name__} have several head sizes")
         for option, reason in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has sinks")):
             if getattr(layer, option, None) is not None:
                 raise ValueError(f"{expected}{type(layer).__name__} {reason} ({option}), which our attention does not")
@@ -79,21 +79,30 @@ def attention_layers(owner: nn.Module) -> list[Any]:
 
 
 def _passes_on(module: nn.Module) -> bool:
-    """Whether a module's forward takes further arguments by name and uses them."""
+    """Whether a module's forward takes further arguments by name and uses them; True for code that is not Python's."""
     forward = inspect.unwrap(type(module).forward)
+    if not hasattr(forward, "__code__"):
+        return True
     names = [a.name for a in inspect.signature(forward).parameters.values() if a.kind == inspect.Parameter.VAR_KEYWORD]
     return bool(names) and _loads(forward, names[0]) > 0
 
 
 def _loads(function: Any, name: str) -> int:
     """How often the code of a function loads a local variable."""
-    loaded = [a.argval for a in dis.get_instructions(function) if a.opname.startswith("LOAD_")]
-    return sum(name in value if isinstance(value, tuple) else name == value for value in loaded)  # tuples from 3.13 on
+    count = 0
+    for step in dis.get_instructions(function):
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # from Python 3.13 on two in one step
+        kinds = [kind for kind in step.opname.split("_") if kind in ("LOAD", "STORE")]
+        count += sum(kind == "LOAD" and one == name for kind, one in zip(kinds, names, strict=False))
+    return count
 
 
 def attends_twice(layer: nn.Module) -> bool:
-    """Whether a layer calls attention several times, as differential attention does."""
-    return _loads(inspect.unwrap(type(layer).forward), "attention_interface") > 1
+    """Whether a layer's code names transformers' attention function several times, as differential attention does."""
+    return (
+        hasattr(inspect.unwrap(type(layer).forward), "__code__")
+        and _loads(inspect.unwrap(type(layer).forward), "attention_interface") > 1
+    )
 
 
 def tokens_ahead(embeddings: Any) -> int:

@@ -155,6 +155,10 @@ def _rotary(owner: Any, name: str, old: Any, config: Any, scheme: Any, window: i
 def _through_attention(owner: Any, config: Any, scheme: Any, columns: int, *, rotary: bool, window: int | None) -> Changes:
     """Changes that pass a scheme to our attention in all layers, as a further argument of the model's calls."""
     layers, types = reading.attention_layers(owner), config.layer_types if isinstance(scheme, Mapping) else None
+    for layer in layers:
+        if {getattr(layer, size, None) for size in reading.SIZES} - {None, head_dim(config)}:
+            sizes = f"have other sizes than {head_dim(config)}"
+            raise ValueError(f"{reading.ROTATES}queries, keys and values of {type(layer).__name__} {sizes}")
     names = [None if rotary and not reading.uses_tables(a, config) else types[a.layer_idx] if types else "" for a in layers]
     some: dict[str | None, Scheme] = {**each(scheme)}
     if None in names:  # layers without positions stay so
