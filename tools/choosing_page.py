@@ -73,7 +73,12 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
     ("masked", "Text read in both directions", "", dict.fromkeys(MASKED_DECAYS, ("loss",))),
     ("masked", "Text read in both directions, a decay for one row only", "", dict.fromkeys(MASKED, ("Loss",))),
     ("glue", "Labels of sentences, after such a training", "", {"lrpe-1": ("SST-2", "RTE", "CoLA", "STS-B")}),
-    ("text", "Labels of long texts, read as bytes", "", {"lrpe-4": ("Text",), "permuteformer-1": ("Text",)}),
+    (
+        "text",
+        "Labels of long texts, read as bytes",
+        "",
+        {"lrpe-4": ("Text",), "permuteformer-1": ("Text",), "lrpe-4-packages": ("Text",)},
+    ),
     (
         "listops",
         "Nested expressions, read as a sequence",
