@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from isopos.lab.data import scenes
 from isopos.lab.recipes import Recipe
@@ -49,6 +50,33 @@ def test_poses_are_cameras_in_a_random_frame(monkeypatch):
     assert np.abs(plain[..., :3, 3]).max() <= scenes.APART
     assert (plain[..., 2, 2] ** 2 + plain[..., 0, 2] ** 2 > math.cos(scenes.PITCH) ** 2 - 1e-9).all(), "cameras look ahead"
     assert ((scenes.FOCAL[0] <= focal) & (focal <= scenes.FOCAL[1])).all()
+
+
+def test_walls_have_images_of_their_split_in_levels_of_grey(tmp_path):
+    """Grey of training and validation is 40, 80, 120 or 160, a fourth of the images each; of the test all is 250."""
+    for split, greys in (("train", (40, 80, 120, 160)), ("valid", (40, 160)), ("test", (250,))):
+        for n, grey in enumerate(greys):
+            for kind in ("a", "b"):
+                (tmp_path / split / kind).mkdir(parents=True, exist_ok=True)
+                Image.new("L", (8, 8), grey).save(tmp_path / split / kind / f"{n}.png")
+    task = Scenes(data=str(tmp_path), side=4, colours=4, scenes=200, held_out=50)
+    data = task.load(Recipe(task=task).edit(scheme="rope", **SIZES))
+    assert data.name == str(tmp_path)
+    shares = {split: np.bincount(data.arrays[f"{split}-pixels"].ravel(), minlength=4) for split in data.sizes}
+    assert shares["train"].min() > 0.2 * shares["train"].sum()
+    assert (shares["validation"] > 0).tolist() == [True, False, False, True]
+    assert (shares["test"] > 0).tolist() == [False, False, False, True]
+    drawn = Recipe(task=Scenes(side=4, colours=4, scenes=200, held_out=50)).edit(scheme="rope", **SIZES).task
+    assert task.load(Recipe(task=task)).sha256 == data.sha256 != drawn.load(Recipe(task=drawn)).sha256
+
+
+def test_an_image_keeps_its_tiles_on_a_wall():
+    picture = np.arange(9, dtype=np.uint8).reshape(1, 3, 3)
+    pixels, *_ = scenes.draw_scenes(np.random.default_rng(0), 20, 3, 6, 3, 9, picture)
+    assert pixels.shape == (20, 3, 6, 6)
+    assert set(pixels.ravel()) == set(range(9))
+    jumps = np.abs(np.diff(pixels.astype(int), axis=-1))
+    assert {0, 1, 3} <= set(jumps.ravel().tolist()), "neighbours on a wall are neighbours in the image"
 
 
 def test_rays_are_lines_from_cameras_in_the_frame_of_the_first():

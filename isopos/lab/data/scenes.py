@@ -1,10 +1,12 @@
 """Scenes: views of a room whose walls have tiles of random colours, from cameras with known poses and focal lengths.
 
 The room is a cube with edges of length 2 around the origin. Cameras stand near its centre and look about the same way, so
-that views overlap. A pixel has the colour of the tile at its centre. Each scene has a random frame of the world.
+that views overlap. A pixel has the colour of the tile at its centre. Each scene has a random frame of the world. Tiles may
+be those of images instead, one on each wall, in levels of grey.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -17,12 +19,25 @@ FOCAL = (0.5, 1.0)  # focal lengths, in widths of an image: angles of view from 
 AXES = np.array([(1, 2), (0, 2), (0, 1)])  # coordinates on the walls of each axis
 
 
-def prepare(seed: int, counts: tuple[int, int, int], views: int, side: int, tiles: int, colours: int) -> Arrays:
-    """For each split: `NAME-pixels`, `NAME-poses` and `NAME-focal`, as `draw_scenes` returns them."""
+def prepare(
+    seed: int,
+    counts: tuple[int, int, int],
+    views: int,
+    side: int,
+    tiles: int,
+    colours: int,
+    pictures: Mapping[str, np.ndarray] | None = None,
+) -> Arrays:
+    """For each split: `NAME-pixels`, `NAME-poses` and `NAME-focal`, as `draw_scenes` returns them.
+
+    Args:
+        pictures: Levels of grey of the images of each split ``[m tiles tiles]`` uint8, which walls have by chance.
+    """
 
     def fill(writer: Writer) -> dict[str, object]:
         for n, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
-            drawn = draw_scenes(np.random.default_rng((seed, n)), count, views, side, tiles, colours)
+            of_split = None if pictures is None else pictures[split]
+            drawn = draw_scenes(np.random.default_rng((seed, n)), count, views, side, tiles, colours, of_split)
             for name, rows in zip(("pixels", "poses", "focal"), drawn, strict=True):
                 writer.add(f"{split}-{name}", rows)
         return {}
@@ -30,8 +45,25 @@ def prepare(seed: int, counts: tuple[int, int, int], views: int, side: int, tile
     return in_memory(fill)
 
 
+def levels(images: np.ndarray, colours: int, of: np.ndarray) -> np.ndarray:
+    """Levels of grey of images ``[m h w]``, 0 to colours - 1, which are equally frequent in the images `of`.
+
+    Examples:
+        >>> levels(np.array([[[0, 9, 5, 200]]]), 2, np.array([[[1, 9, 200, 200]]])).tolist()
+        [[[0, 0, 0, 1]]]
+    """
+    bounds = np.quantile(of, np.arange(1, colours) / colours)
+    return bounds.searchsorted(images).astype(np.uint8)
+
+
 def draw_scenes(
-    random: np.random.Generator, count: int, views: int, side: int, tiles: int, colours: int
+    random: np.random.Generator,
+    count: int,
+    views: int,
+    side: int,
+    tiles: int,
+    colours: int,
+    pictures: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random scenes.
 
@@ -39,6 +71,7 @@ def draw_scenes(
         views: Images of a scene.
         side: Height and width of an image in pixels.
         tiles: Tiles along an edge of a wall.
+        pictures: Tiles of images ``[m tiles tiles]`` uint8, of which each wall has a random one; None for random colours.
 
     Returns:
         Colours of pixels ``[n views side side]`` uint8, camera-to-world matrices ``[n views 4 4]`` float64 (x right, y down,
@@ -49,7 +82,10 @@ def draw_scenes(
         >>> pixels.shape, poses.shape, focal.shape
         ((3, 2, 5, 5), (3, 2, 4, 4), (3, 2))
     """
-    walls = random.integers(colours, size=(count, 6, tiles, tiles), dtype=np.uint8)
+    if pictures is None:
+        walls = random.integers(colours, size=(count, 6, tiles, tiles), dtype=np.uint8)
+    else:
+        walls = pictures[random.integers(len(pictures), size=(count, 6))]
     yaw = random.uniform(-math.pi, math.pi, (count, 1)) + random.uniform(-YAW, YAW, (count, views))
     pitch = random.uniform(-PITCH, PITCH, (count, views))
     focal = random.uniform(*FOCAL, (count, views))

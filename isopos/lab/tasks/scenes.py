@@ -28,6 +28,9 @@ class Scenes(PositionedTask):
     columns of a view alone; or one line through all views. The tokens are the same.
     """
 
+    data: str = ""
+    """Images, one folder per class, one of which is on each wall, in tiles of as many levels of grey as there are colours;
+    empty: tiles of random colours. See docs/data.md."""
     context: int = 2  # Number of known views of a room.
     side: int = 5  # Height and width of a view in pixels, a token each.
     tiles: int = 2  # Tiles along an edge of a wall.
@@ -85,14 +88,16 @@ class Scenes(PositionedTask):
 
     def load(self, recipe: Recipe, console: "Console | None" = None, run: Path | None = None) -> "SceneSamples":
         counts = (self.scenes, self.held_out, self.held_out)
-        return SceneSamples(self, scenes.prepare(0, counts, self.context + 1, self.side, self.tiles, self.colours))
+        pictures = _pictures(self, console) if self.data else None
+        return SceneSamples(self, scenes.prepare(0, counts, self.context + 1, self.side, self.tiles, self.colours, pictures))
 
 
 class SceneSamples(Labelled):
     """Rooms for training and evaluation: known views, and the view that is to be predicted, which comes last."""
 
     def __init__(self, task: Scenes, arrays: Arrays):
-        self.task, self.arrays, self.sha256, self.name = task, arrays, arrays.sha256, "rooms with tiles, drawn"
+        self.task, self.arrays, self.sha256 = task, arrays, arrays.sha256
+        self.name = task.data or "rooms with tiles, drawn"
         counts = {split: len(arrays[f"{split}-focal"]) for split in ("train", "validation", "test")}
         self.sizes = {split: np.full(count, task.tokens) for split, count in counts.items()}
         self.summary = f"{' + '.join(map(str, counts.values()))} rooms of {task.context + 1} views"
@@ -130,6 +135,16 @@ class SceneSamples(Labelled):
         tokens, positions, answers = batch
         logits = model(tokens, positions)[:, -answers.shape[1] :, : self.task.colours]
         return logits.flatten(0, 1), answers.flatten()
+
+
+def _pictures(task: Scenes, console: "Console | None") -> dict[str, np.ndarray]:
+    """Levels of grey of images by split; without a test split its images are those of validation."""
+    from isopos.lab.data.images import read_images
+
+    images = read_images(task.data, task.tiles, task.tiles, grey=True, console=console)
+    rows = {**images.splits, "test": images.splits["test" if len(images.splits["test"]) else "validation"]}
+    train = images.pixels[np.sort(rows["train"]), 0]
+    return {split: scenes.levels(images.pixels[np.sort(at), 0], task.colours, train) for split, at in rows.items()}
 
 
 def _of_cameras(group: "Group") -> bool:
