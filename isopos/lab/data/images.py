@@ -89,8 +89,8 @@ def read_images(
         raise ValueError(f"height: expected pixels, or 0 as found, got {height} x {width}")
     if not hub and not Path(source).exists():
         raise ValueError(
-            f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data "
-            "digits are drawn"
+            f"data: expected a folder or an archive of images, or hf:NAME, but {source} does not exist; without --data the "
+            "task draws its own"
         )
     files = (hub_images if hub else find_source)(source)
     _check_folders(files)
