@@ -98,6 +98,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "",
         {
             "horn-shift": ("MNIST, 4 px", "MNIST, 8 px"),
+            "horn-shift-fashion-mnist": ("Fashion, 4 px", "Fashion, 8 px"),
             "horn-shift-tiny-imagenet": ("Tiny-ImageNet, 4 px", "Tiny-ImageNet, 8 px"),
         },
     ),
