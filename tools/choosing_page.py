@@ -106,9 +106,14 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "scenes",
         "Images of several cameras, softmax attention",
         "",
-        {"newer-scenes": ("softmax", "softmax, rays")},
+        {"newer-scenes": ("softmax", "softmax, rays"), "newer-scenes-cifar10": ("softmax",)},
     ),
-    ("scenes", "Images of several cameras, linear attention", "", {"newer-scenes": ("linear",)}),
+    (
+        "scenes",
+        "Images of several cameras, linear attention",
+        "",
+        dict.fromkeys(("newer-scenes", "newer-scenes-cifar10"), ("linear",)),
+    ),
     ("graphs", "Nodes of graphs, linear attention", "", dict.fromkeys(GRAPHS, ("linear",))),
     ("graphs", "Nodes of graphs, softmax attention", "", dict.fromkeys(GRAPHS, ("softmax",))),
     (
