@@ -91,7 +91,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "",
         {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
     ),
-    ("images", "Images, each pixel a token", "", {"lrpe-4": ("Image",), "permuteformer-1": ("Image",)}),
+    ("images", "Images, each pixel a token", "", dict.fromkeys(("lrpe-4", "permuteformer-1", "lrpe-4-mnist"), ("Image",))),
     (
         "images",
         "Images whose content moves after training",
