@@ -118,7 +118,6 @@ class TransformersSubject(Subject):
     part: str = ""
     vocabulary: Tensor
     accepts: frozenset[str]
-    returned: Any = None  # the cache that the last call returned
 
     @classmethod
     def of(cls, model: Any, name: str, part: str = "", config: Any = None) -> "TransformersSubject":
@@ -165,6 +164,12 @@ class TransformersSubject(Subject):
     def call(
         self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
     ) -> Tensor:
+        return _outputs(self._called(module, tokens, positions, mask, **more))
+
+    def _called(
+        self, module: nn.Module, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **more: Any
+    ) -> Any:
+        """All that the model returns."""
         options: dict[str, Any] = {self.takes("tokens"): tokens, **more}
         if self.part == "decoder":
             options["input_ids"] = self.tokens(1, 7, seed=11).expand(len(tokens), -1)
@@ -174,9 +179,7 @@ class TransformersSubject(Subject):
             options[self.takes("mask")] = mask.long()
         if "use_cache" in self.accepts:
             options.setdefault("use_cache", False)
-        out = module(**options)
-        self.returned = getattr(out, self._cache_name() or "", None)
-        return _outputs(out)
+        return module(**options)
 
     def packed(self, tokens: Tensor, lengths: Sequence[int], masked: bool = False) -> Tensor:
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -201,8 +204,9 @@ class TransformersSubject(Subject):
             if order is not None and i == len(chunks) - 1:
                 cache.reorder_cache(order)
             with torch.no_grad():
-                outputs.append(self.call(self.exact, chunk, use_cache=True, **{name: cache}))
-            cache, self.returned = self.returned if cache is None else cache, None
+                out = self._called(self.exact, chunk, use_cache=True, **{name: cache})
+            outputs.append(_outputs(out))
+            cache = getattr(out, name, None) if cache is None else cache
             if cache is None:
                 raise ValueError(f"{name}: expected a cache from the first call, got none")
         return torch.cat(outputs, 1)

@@ -62,47 +62,48 @@ def attention_layers(owner: nn.Module) -> list[Any]:
     Raises:
         ValueError: If there are none, or if the model does not pass on the arguments that our attention needs.
     """
-    expected = ROTATES
     layers = [(name, a) for name, a in owner.named_modules() if _calls(a, "ALL_ATTENTION_FUNCTIONS")]
     if not layers:
-        raise ValueError(f"{expected}the attention of {type(owner).__name__} is its own code, not transformers' interface")
+        raise ValueError(f"{ROTATES}the attention of {type(owner).__name__} is its own code, not transformers' interface")
     for name, layer in layers:
         parts = name.split(".")
         path = [owner.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
         for module in path:
             if not isinstance(module, nn.ModuleList | nn.ModuleDict) and not _passes_on(module):
-                raise ValueError(f"{expected}{type(module).__name__} passes no further arguments to attention")
+                raise ValueError(f"{ROTATES}{type(module).__name__} passes no further arguments to attention")
         for option, reason in (("attn_logit_softcapping", "caps its logits"), ("sinks", "has sinks")):
             if getattr(layer, option, None) is not None:
-                raise ValueError(f"{expected}{type(layer).__name__} {reason} ({option}), which our attention does not")
+                raise ValueError(f"{ROTATES}{type(layer).__name__} {reason} ({option}), which our attention does not")
     return [layer for _, layer in layers]
 
 
 def _passes_on(module: nn.Module) -> bool:
     """Whether a module's forward takes further arguments by name and uses them; True for code that is not Python's."""
-    forward = inspect.unwrap(type(module).forward)
-    if not hasattr(forward, "__code__"):
+    if _code(module) is None:
         return True
-    names = [a.name for a in inspect.signature(forward).parameters.values() if a.kind == inspect.Parameter.VAR_KEYWORD]
-    return bool(names) and _loads(forward, names[0]) > 0
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    names = [a.name for a in parameters if a.kind == inspect.Parameter.VAR_KEYWORD]
+    return bool(names) and _loads(module, names[0]) > 0
 
 
-def _loads(function: Any, name: str) -> int:
-    """How often the code of a function loads a local variable."""
+def attends_twice(layer: nn.Module) -> bool:
+    """Whether a layer's code names transformers' attention function several times, as differential attention does."""
+    return _loads(layer, "attention_interface") > 1
+
+
+def _loads(module: nn.Module, name: str) -> int:
+    """How often the code of a module's forward loads a local variable."""
     count = 0
-    for step in dis.get_instructions(function):
+    for step in dis.get_instructions(_code(module)) if _code(module) else ():
         names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # from Python 3.13 on two in one step
         kinds = [kind for kind in step.opname.split("_") if kind in ("LOAD", "STORE")]
         count += sum(kind == "LOAD" and one == name for kind, one in zip(kinds, names, strict=False))
     return count
 
 
-def attends_twice(layer: nn.Module) -> bool:
-    """Whether a layer's code names transformers' attention function several times, as differential attention does."""
-    return (
-        hasattr(inspect.unwrap(type(layer).forward), "__code__")
-        and _loads(inspect.unwrap(type(layer).forward), "attention_interface") > 1
-    )
+def _code(module: nn.Module) -> Any:
+    """The code of a module's forward; None if it is not Python's."""
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 def tokens_ahead(embeddings: Any) -> int:
@@ -128,7 +129,7 @@ def biased_layers(owner: nn.Module) -> list[Any]:
 
 def _calls(module: nn.Module, *names: str) -> bool:
     """Whether a module's forward has a global name, or attributes of these names."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = _code(module)
     return code is not None and all(name in code.co_names for name in names)
 
 
