@@ -63,6 +63,23 @@ def test_a_language_model_from_data_to_text(isopos, tmp_path, wiki, kind):
     assert "scored: expected a whole number of tokens" in isopos("eval", "runs/run", "--scored=-1")[2]
 
 
+def test_a_table_patches_the_run_of_one_row(isopos, tmp_path):
+    table = ("table", "newer-patched", "--scale=tiny", "--device=cpu", "--rows=alibi", "--seeds=2")
+    assert "8 of 8 cells are missing" in isopos(*table, "--dry-run")[1]
+    status, _, err = isopos(*table)
+    assert (status, err) == (0, "")
+    cells = tmp_path / "runs" / "tables" / "newer-patched-tiny" / "cells"
+    schemes = [f"{name}+attention=softmax-seed{seed}" for name in ("alibi", "rope") for seed in (0, 1)]
+    assert sorted(path.name for path in cells.glob("*-seed?")) == [f"{on}-{one}" for on in ("patched", "text") for one in schemes]
+    for one in schemes:
+        (recipe, _), (before, _) = (checkpoints.load_run(cells / f"{on}-{one}") for on in ("patched", "text"))
+        assert tmp_path / recipe.task.start == cells / f"text-rope+attention=softmax-seed{one[-1]}"
+        assert (recipe.scheme, recipe.seed, recipe.model) == (before.scheme, before.seed, before.model)
+    page = (cells.parent / "table.md").read_text()
+    assert "| alibi | alibi:attention=softmax | " in page
+    assert " rope on" not in page.replace("p-rope on", ""), "no cell of rope is missing"
+
+
 def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
     """DroPE: a run starts from weights trained with positions. Parameters of another scheme are reinitialised."""
     sizes = ["--length=16", "--layers=1", "--model-dim=16", "--heads=2", "--batch=4", "--steps=4", "--save-every=2"]

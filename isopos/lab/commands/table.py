@@ -189,7 +189,10 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
 
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
-    """The requested rows that have a scheme, or all whose packages are installed; the baseline first."""
+    """The requested rows that have a scheme and those that they start from, or all whose packages are installed.
+
+    The baseline is first.
+    """
     from isopos.lab.tasks.attentions import absence
 
     rows = [row for row in table.rows if row.scheme]
@@ -203,6 +206,7 @@ def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
                 raise first.wrong(f"names or schemes of rows with a scheme, {', '.join(row.name for row in rows)}")
             names.add(first.part(first.start, pieces[fits[-1] - 1].stop).text)
             pieces = pieces[fits[-1] :]
+        names |= {corpus.start_row for corpus in table.corpora}  # others start from their runs
         rows = [row for row in rows if row.name in names or row.scheme in names]
     else:
         absent = {row.name: missing for row in rows if (missing := absence(row.scheme))}
@@ -265,10 +269,11 @@ def _cells(folder: Path, table: PaperTable, planned: Sequence[tuple[str, Recipe]
         data, seed = table.corpus(corpus), recipe.seed
         start, tried = None, (rates or [1.0]) if seed == 0 else [best(corpus, recipe.scheme)]
         if data and data.start:
-            rate = best(data.start, recipe.scheme)
+            before = table.start_scheme(data, recipe.scheme)
+            rate = best(data.start, before)
             if rate is None:
                 continue
-            start = folder / "cells" / cell_name(data.start, recipe.scheme, seed, rate)
+            start = folder / "cells" / cell_name(data.start, before, seed, rate)
         cells += [_cell(folder, table, corpus, recipe, rate, start) for rate in tried if rate is not None]
     return cells
 

@@ -39,7 +39,8 @@ class PaperCorpus:
     recipe: str = ""  # a recipe of any task; by default the table's
     edits: Mapping[str, Any] = field(default_factory=dict)  # the paper's changes of the recipe for this corpus
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # edits by scale, applied after the table's
-    start: str = ""  # warm start: the corpus whose run of the same row and seed provides initial weights
+    start: str = ""  # warm start: the corpus whose run of the same seed provides initial weights
+    start_row: str = ""  # the row of that run; by default the same row
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class PaperTable:
         data = corpus or PaperCorpus("")
         if data.start:
             before = self.recipe_at(scale, self.corpus(data.start))
-            recipe, scales = replace(preset(data.recipe, "paper").edit(start=""), model=before.model), self.start_scales
+            recipe = preset(data.recipe or self.recipe, "paper").edit(start="")
+            recipe, scales = replace(recipe, model=before.model), self.start_scales
         else:
             recipe, scales = preset(data.recipe or self.recipe, "paper").edit(**self.edits), self.scales
         if corpus is not None and "data" in recipe.names:
@@ -159,6 +161,10 @@ class PaperTable:
     def row(self, name: str) -> TableRow:
         """The row with a name."""
         return next(row for row in self.rows if row.name == name)
+
+    def start_scheme(self, corpus: PaperCorpus, scheme: str) -> str:
+        """The scheme of the run from which a scheme on this corpus starts."""
+        return self.row(corpus.start_row).on(corpus.start) if corpus.start_row else scheme
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,9 @@ def _check(table: PaperTable) -> None:
         if corpus.start:
             changes = [{"start": ""}, *table.start_scales.values()]
             expect(f"{corpus.name}: start", corpus.start, [other.name for other in table.corpora if not other.start])
+            if corpus.start_row:
+                able = [row.name for row in table.rows if row.on(corpus.start)]
+                expect(f"{corpus.name}: start_row", corpus.start_row, able)
             if set(table.start_scales) != set(SCALES):
                 scales = ", ".join(table.start_scales) or "none"
                 raise ValueError(f"start_scales: expected {', '.join(SCALES)}, got {scales}")
