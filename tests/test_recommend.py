@@ -9,8 +9,8 @@ from isopos.schemes import build
 from isopos.spec import split_spec
 
 
-def comparison(*rows, seeds=3, data="a"):
-    return Comparison("toy", "column", data, "loss, lower is better", seeds, rows)
+def comparison(*rows, seeds=3, data="a", rates=""):
+    return Comparison("toy", "column", data, "loss, lower is better", seeds, rates, rows)
 
 
 BEST = SchemeRow("Best", "rope", 1.0, 0.1, 0.0, None)
@@ -56,6 +56,8 @@ def test_without_intervals_nothing_is_known():
         ("Level", "permuteformer", "1.1", "0.1", "no interval"),
     ]
     assert caption(question.comparisons[0]).endswith("data a; 1 seed")
+    tuned = caption(comparison(*rows, rates="0.5, 1"))
+    assert tuned.endswith("data a; 3 seeds, each row with the best of the learning rates 0.5, 1")
 
 
 def test_cells_have_intervals():

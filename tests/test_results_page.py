@@ -154,6 +154,24 @@ def test_rounds_have_quartiles_and_no_interval(shown):
     assert "of 3 pairs of rows 2 in the paper's order, 0 not, 1 with quartiles that overlap" in "\n".join(lines)
 
 
+def test_what_the_order_owes_to_learning_rates_is_read_from_the_notes(shown, tmp_path):
+    assert results_page.tuning(shown()).count("\n") == 3, "a header alone"
+    (table,) = shown()
+    notes = (
+        "- Learning rates are multiples of the scale's: of 0.5, 1, 2 each row has the one whose run of seed 0 is best.\n"
+        "- one: 0.5 for PER; 2 for Rope, Type1, Type1 with fixed angles. Seed 0's order at 1 and at the chosen ones: rank "
+        "correlation +0.80 over 4 rows.\n- two: 1 for PER.\n- Machine time: 1 minute for all.\n"
+    )
+    path = tmp_path / "toy" / "table.md"
+    path.write_text(path.read_text().replace("- Missing:", f"{notes}- Missing:"))
+    (tuned,) = results_page.read_all(tmp_path)
+    assert (table.rates, tuned.rates) == ("", "0.5, 1, 2")
+    assert results_page.tuning([table, tuned]).splitlines()[3:] == [
+        "| [`toy`](toy/table.md) | one | 0.5, 1, 2 | 3 of 4 | +0.80 |",
+        "| [`toy`](toy/table.md) | two | 0.5, 1, 2 | 0 of 1 | - |",
+    ]
+
+
 def test_folders_say_data_seeds_and_commands(shown):
     page = results_page.folders(shown())
     assert "| [`toy`](toy/table.md) | A toy: Which? | one: a; two: b | 3 seeds | 1 |" in page

@@ -157,7 +157,7 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"
-    return Comparison(table.name, title, _data(table, column.corpus), figure, table.seeds, rows)
+    return Comparison(table.name, title, _data(table, column.corpus), figure, table.seeds, table.rates, rows)
 
 
 def _is_of(kind: str, scheme: str) -> bool:

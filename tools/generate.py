@@ -44,7 +44,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
     yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)
     tables = results_page.read_all()
-    results = {"folders": results_page.folders(tables), "findings": results_page.findings(tables)}
+    parts = (results_page.folders, results_page.tuning, results_page.findings)
+    results = {part.__name__: part(tables) for part in parts}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
     asked = choosing_page.questions(tables)
     yield recommendations.FILE, choosing_page.content(asked)

@@ -23,10 +23,12 @@ from isopos.lab.reports.paper import FIGURES, PAIRED
 from isopos.lab.tables.loader import load_table
 from tools.pages import ROOT, Rows, tables
 
-__all__ = ["ResultTable", "findings", "folders", "read", "read_all"]
+__all__ = ["ResultTable", "findings", "folders", "read", "read_all", "tuning"]
 
 APART = 5  # standard deviations by which the best and the worst row of a column should differ
 SEPARATE = "quartiles do not overlap"
+TRIED = re.compile(r"multiples of the scale's: of (.+) each row has")  # notes of isopos.lab.reports.rates
+CHOSEN = re.compile(r"(.+?): ([\d.e-]+ for .+?)\.(?: Seed 0's order .* rank correlation (\S+) over \d+ rows\.)?")
 RESULTS = ROOT / "docs" / "results"
 
 
@@ -54,6 +56,11 @@ class ResultTable:
     def timed(self) -> bool:
         """Whether figures are medians of rounds, with half the range between their quartiles."""
         return any("medians of the rounds" in text for text in self.notes)
+
+    @property
+    def rates(self) -> str:
+        """The multiples of the learning rate of which each row has the best; empty if one rate serves all rows."""
+        return next((match[1] for text in self.notes if (match := TRIED.search(text))), "")
 
     @property
     def seeds(self) -> int:
@@ -225,6 +232,36 @@ def _missing(table: ResultTable) -> list[str]:
     """Missing cells: rows of a column with their seeds, and columns without data."""
     match = re.search(r"Missing: (.*?)\.( |$)", " ".join(table.notes))
     return match.group(1).split("; ") if match else []
+
+
+def tuning(results: Sequence[ResultTable]) -> str:
+    """For each table whose rows have the best of several learning rates, what their order owes to the choice."""
+    rows = []
+    for table in results:
+        at = next((n for n, text in enumerate(table.notes, 1) if TRIED.search(text)), len(table.notes))
+        for corpus, choices, correlation in itertools.takewhile(
+            bool, (match and match.groups() for match in map(CHOSEN.fullmatch, table.notes[at:]))
+        ):
+            counts = {rate: _count_names(table, names) for rate, names in _choices(choices)}
+            most = max(table.rates.split(", "), key=float)
+            highest = f"{counts.get(most, 0)} of {sum(counts.values())}"
+            rows.append((f"[`{table.name}`]({table.name}/table.md)", corpus, table.rates, highest, correlation or "-"))
+    titles = ("table", "data", "rates", "rows with the highest", "rank correlation")
+    return f"\n{markdown(titles, rows, 'lllrr')}\n"
+
+
+def _choices(text: str) -> list[list[str]]:
+    """Rates and the names of their rows, from "1 for A, B; 2 for C"."""
+    return [part.split(" for ", 1) for part in text.split("; ")]
+
+
+def _count_names(table: ResultTable, text: str) -> int:
+    """Number of rows in a list of names, which may have commas themselves."""
+    names, count = {name for figures in table.ours.values() for name in figures}, 0
+    while text:
+        longest = max((name for name in names if f"{text}, ".startswith(f"{name}, ")), key=len)
+        text, count = text[len(longest) :].removeprefix(", "), count + 1
+    return count
 
 
 def findings(results: Sequence[ResultTable]) -> str:

@@ -48,6 +48,7 @@ class Comparison:
     data: str  # the data that models were trained on
     figure: str  # what the figures are, and whether lower or higher is better
     seeds: int  # number of seeds
+    rates: str  # multiples of the learning rate of which each row has the best; empty if one rate serves all
     rows: Sequence[SchemeRow]  # schemes, the best first
 
     def verdict(self, row: SchemeRow) -> str:
@@ -163,7 +164,8 @@ def cells(comparison: Comparison) -> list[tuple[str, ...]]:
 def caption(comparison: Comparison) -> str:
     """Title of a comparison's table: what was compared, in what figure, on how many seeds."""
     seeds = f"{comparison.seeds} seed{'s' * (comparison.seeds > 1)}"
-    return f"{comparison.table}, {comparison.column}: {comparison.figure}; data {comparison.data}; {seeds}"
+    tuned = f", each row with the best of the learning rates {comparison.rates}" * bool(comparison.rates)
+    return f"{comparison.table}, {comparison.column}: {comparison.figure}; data {comparison.data}; {seeds}{tuned}"
 
 
 def load_questions() -> list[Question]:
