@@ -70,7 +70,9 @@ def test_a_table_patches_the_run_of_one_row(isopos, tmp_path):
     assert (status, err) == (0, "")
     cells = tmp_path / "runs" / "tables" / "newer-patched-tiny" / "cells"
     schemes = [f"{name}+attention=softmax-seed{seed}" for name in ("alibi", "rope") for seed in (0, 1)]
-    assert sorted(path.name for path in cells.glob("*-seed?")) == [f"{on}-{one}" for on in ("patched", "text") for one in schemes]
+    assert sorted(path.name for path in cells.glob("*-seed?")) == [
+        f"{on}-{one}" for on in ("patched", "text") for one in schemes
+    ]
     for one in schemes:
         (recipe, _), (before, _) = (checkpoints.load_run(cells / f"{on}-{one}") for on in ("patched", "text"))
         assert tmp_path / recipe.task.start == cells / f"text-rope+attention=softmax-seed{one[-1]}"
