@@ -237,6 +237,8 @@ class Pairs(Basis):
 
     def __init__(self, basis: Basis):
         super().__init__()
+        if basis.widening != 1:
+            raise ValueError(f"basis: expected one that returns as many features as it takes, got {type(basis).__name__}")
         self.basis, self.features = basis, 2 * basis.features
 
     def forward(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Isometry:

@@ -218,7 +218,10 @@ class Kerple(RelativeBias):
             return (DistanceKernel(table, "none", to_float64(x), to_float64(y), self.kernel),)
         distance = cast_down(self.group.distance(x, y), dtype, x.device).unsqueeze(-3)
         r1, r2 = (cast_down(a, dtype, x.device)[:, None, None] for a in self.numbers())
-        return (Numbers(-r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)),)
+        if self.kernel == "log":
+            return (Numbers(-r1 * torch.log1p(r2 * distance)),)
+        apart = distance > 0  # the power of zero has no gradient
+        return (Numbers(-r1 * torch.where(apart, distance.where(apart, 1.0) ** r2, 0.0)),)
 
 
 class Fire(RelativeBias):

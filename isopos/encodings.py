@@ -451,7 +451,8 @@ class InBasis(Encoding):
         self.max_length = encoding.max_length
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
-        return Chain(self.basis(x.device, dtype), self.encoding(x, dtype))
+        rho = self.encoding(x, dtype)  # checks x
+        return Chain(self.basis(x.device, dtype), rho)
 
     @property
     def all_extensible(self) -> bool:

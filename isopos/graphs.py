@@ -1,10 +1,12 @@
 """Positions of graph nodes: the lowest eigenvectors of the Laplacian; and a reader of edge lists."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from isopos.catalog import at_least
 __all__ = ["edges", "graph"]
 
 DIGITS = 18  # digits of a node number that fit into int64
+COMMENT = re.compile("[#%].*", re.DOTALL)
+EDGES = "edges as integers [m 2] or [2 m], a file of them or a graph of networkx"
 MAX_NODES = 1 << 15  # their Laplacian takes 8 GiB
 
 
@@ -82,15 +86,15 @@ def _pairs(source: Any, nodes: int | None) -> tuple[Tensor, int | None]:
     elif isinstance(source, str | Path):
         pairs = edges(source)
     else:
-        pairs = torch.as_tensor(source)
+        try:
+            pairs = torch.as_tensor(np.ascontiguousarray(source) if isinstance(source, np.ndarray) else source)
+        except (RuntimeError, TypeError, ValueError):
+            raise ValueError(f"graph: expected {EDGES}, got {type(source).__name__}") from None
         columns = pairs.ndim == 2 and len(pairs) == 2 != pairs.shape[1]
         if columns or (pairs.shape == (2, 2) and not _joined(pairs) and _joined(pairs.mT)):
             pairs = pairs.mT
     if pairs.ndim != 2 or pairs.shape[-1] != 2 or pairs.dtype not in (torch.int64, torch.int32) or not len(pairs):
-        raise ValueError(
-            "graph: expected edges as integers [m 2] or [2 m], a file of them or a graph of networkx, got "
-            f"{pairs.dtype} {list(pairs.shape)}"
-        )
+        raise ValueError(f"graph: expected {EDGES}, got {pairs.dtype} {list(pairs.shape)}")
     return pairs, nodes
 
 
@@ -129,8 +133,8 @@ def edges(path: str | Path) -> Tensor:
             except UnicodeDecodeError as error:
                 got = f"the byte {error.object[error.start]:#04x}"
                 raise ValueError(f"{path}, line {number}: expected UTF-8, got {got}") from None
-            words = line.replace(",", " ").split()
-            if not words or words[0][0] in "#%":
+            words = COMMENT.sub("", line).replace(",", " ").split()
+            if not words:
                 continue
             if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
                 raise ValueError(

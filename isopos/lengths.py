@@ -128,8 +128,8 @@ class Dynamic(Extension):
             raise ValueError(f"alpha: expected a number from 1 on, got {self.alpha}")
 
     def share(self, speed: Tensor) -> Tensor:
-        _, rank, count = _series(speed)
-        return (self.alpha * self.factor - (self.alpha - 1)) ** -(rank / (count - 1).clamp_min(1))
+        _, rank, last = _series(speed)
+        return (self.alpha * self.factor - (self.alpha - 1)) ** -(rank / last.clamp_min(1))
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,13 @@ class Yarn(_ByParts):
         return 0.1 * math.log(self.factor) + 1 if self.sharpness is None else self.sharpness
 
     def kept(self, speed: Tensor) -> Tensor:
-        step, rank, count = _series(speed)
+        step, rank, last = _series(speed)
         turns = self.turns(speed.amax(-1, keepdim=True))
         low, high = ((turns / bound).log() / step for bound in (self.fast, self.slow))  # indices of pairs
         if self.truncate:
             low, high = low.floor(), high.ceil()
-        low, high = low.clamp_min(0), high.minimum(2 * count - 1)
-        return 1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)
+        low, high = low.clamp_min(0), high.minimum(2 * last + 1)
+        return (1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)) * (rank < high)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Dype(Extension):
         return 0.1 * math.log(self.factor) + 1 if self.method == "yarn" else 1.0
 
     def share(self, speed: Tensor) -> Tensor:
-        step, rank, last = _distinct(speed)
+        step, rank, last = _series(speed)
         weight, slower = max(self.time**self.power, 1e-30), rank / last.clamp_min(1)
         if self.method == "ntk":
             return self.factor ** -(2 * weight * slower)
@@ -304,7 +304,7 @@ class Dype(Extension):
         for fast, slow, target in ((1.25, 0.75, self.factor**-slower), (16.0, 2.0, torch.ones_like(speed))):
             low, high = ((turns / (bound * weight)).log() / step for bound in (fast, slow))  # indices of pairs
             low, high = low.floor().clamp_min(0), high.ceil().minimum(last + 1)
-            kept = 1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)
+            kept = (1 - ((rank - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)) * (rank < high)
             share = share * (1 - kept) + target * kept
         return share
 
@@ -378,7 +378,7 @@ def search(
         trained: L.
         most: Largest factor, as a multiple of s, from 1 on.
         population: Rules that are kept, at least 2.
-        rounds: Number of rounds; each scores up to `population` / 2 new rules.
+        rounds: Number of rounds; each scores at most `population` new rules.
         seed: Of the evolution.
         options: Other options of `LongRope`.
 
@@ -473,27 +473,18 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
 
 
 def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the index of each speed, and the number of speeds.
+    """Speeds ``[h 1 f]`` as a geometric series: the log of its ratio, the index of each speed, and that of the slowest.
 
-    For a geometric series an index is the number of the pair; otherwise it is a position on a logarithmic scale. Pairs with
-    zero speed have the index of the slowest other pair.
+    Equal speeds, as of several axes, have one index. If the speeds are no geometric series, an index is a position on a
+    logarithmic scale. Pairs with zero speed have the index of the slowest other pair.
     """
-    slowest = speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)
-    count = (speed > 0).sum(-1, keepdim=True)
-    fastest = speed.amax(-1, keepdim=True)
-    step = (fastest / slowest).log() / (count - 1).clamp_min(1)
-    step = step.where((step > 0) & step.isfinite(), 1.0)
-    return step, ((fastest / speed.maximum(slowest)).log() / step).clamp_min(0), count
-
-
-def _distinct(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_series`, where equal speeds, as of several axes, count once; and the index of the slowest."""
     ordered = speed.sort(-1, descending=True).values
-    moving = ordered[..., 1:] > 0
-    count = 1 + ((ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-9)) & moving).sum(-1, keepdim=True)
-    step, rank, total = _series(speed)
-    several = (total - 1).clamp_min(1).to(step) / (count - 1).clamp_min(1)
-    return step * several, rank / several, count - 1
+    fastest, slowest = ordered[..., :1], speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)
+    slower = ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-9)
+    last = (slower & (ordered[..., 1:] > 0)).sum(-1, keepdim=True)
+    step = (fastest / slowest).log() / last.clamp_min(1)
+    step = step.where((step > 0) & step.isfinite(), 1.0)
+    return step, ((fastest / speed.maximum(slowest)).log() / step).clamp_min(0), last
 
 
 def _check_turns(fast: float, slow: float) -> None:

@@ -423,10 +423,10 @@ class Scheme(nn.Module):
             at_x, at_y = evaluated
             rho: Any = (pair(at_x["isometry"])[0], pair(at_y["isometry"])[1])
         else:
-            if x_key is not None and isinstance(self.encoding, Rotary):
-                self.encoding.check_length(x, x_key)
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
+            if x_key is not None and isinstance(self.encoding, Rotary):
+                self.encoding.check_length(x, x_key)
         arguments: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.transport and evaluated is not None:
             arguments["transport"] = (evaluated[1]["transport"][0], evaluated[0]["transport"][1])
@@ -454,7 +454,8 @@ class Scheme(nn.Module):
         """Distance for locality between every row of x ``[*b t c]`` and every row of y ``[*b s c]``: ``[*b t s]``."""
         if self.metric is None:
             return self.group.distance(x, y)
-        return (to_float64(x).unsqueeze(-2) - to_float64(y).unsqueeze(-3)).square().sum(-1).sqrt().floor()
+        offset = to_float64(x).detach().unsqueeze(-2) - to_float64(y).detach().unsqueeze(-3)  # steps have no gradient
+        return offset.square().sum(-1).sqrt().floor()
 
     def _of_pairs(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of pairs of tokens at x and at y: relative terms and locality."""

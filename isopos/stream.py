@@ -11,6 +11,7 @@ from isopos.attention.checks import check_inputs, check_order
 from isopos.attention.linear import attended, sums_of
 from isopos.attention.problem import LinearOptions, LinearProblem, check_linear, refuse
 from isopos.attention.softmax import softmax_attention
+from isopos.catalog import at_least
 from isopos.deprecation import renamed_argument
 from isopos.maps import Identity, pair
 from isopos.ops.library import watched
@@ -84,13 +85,14 @@ class Stream:
         expect_state(state)
         if length is None and state is not None and state.tensors:
             raise ValueError("length: expected the number of tokens in the state, got none")
-        length = length or 0
+        length = 0 if length is None else at_least("length", length, 0)
         if tables_from is not None and (tables_from.scheme is not scheme or tables_from.length != length):
             raise ValueError("tables_from: expected a stream of the same scheme at the same length, got another")
         if length and not (state and state.tensors):
             raise ValueError(f"state: expected one of {length} tokens, got none")
         self.scheme, self.length, self._state = scheme, length, State() if state is None else state
         self._tables = Tables(scheme) if tables_from is None else tables_from._tables
+        self._extension = scheme.extension  # of the plans
         self._learns = any(parameter.requires_grad for parameter in scheme.parameters())
         self._positioned: set[Any] = set()  # signatures of checked positions
         self._chunks: dict[Any, LinearProblem] = {}  # checked problems without tensors, by signature
@@ -117,6 +119,8 @@ class Stream:
             _refuse_own(options)
         if options or (torch.is_grad_enabled() and self._differentiable(q, k, v, x)) or torch.compiler.is_compiling():
             return self._checked(q, k, v, x, options)
+        if self.scheme.extension is not self._extension:
+            return self._checked(q, k, v, x, options)  # refuses a state from before
         steps = self._steps
         if steps is None or not steps.fits(q, k, v) or (x is not None and _signature(x) not in self._positioned):
             return self._chunk(q, k, v, x)
@@ -178,6 +182,8 @@ class Stream:
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, options: dict[str, Any]) -> Tensor:
         """Outputs of the next tokens, with all checks; plans later calls of this shape if possible."""
+        if self.scheme.extension is not self._extension:
+            self._chunks, self._extension = {}, self.scheme.extension
         graph = torch.compiler.is_compiling() or (torch.is_grad_enabled() and self._differentiable(q, k, v, x))
         self._state, self._steps, steps = self.state, None, None if graph else self._steps
         t = check_inputs(q, k, v, options.get("layout", "bhtd"))[0].shape[-2]
@@ -307,10 +313,11 @@ class Tables:
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
         if x is None:
-            key = rows, dtype, device, torch.is_inference_mode_enabled()
+            key = rows, dtype, device, torch.is_inference_mode_enabled(), self.scheme.extension
         else:  # inference tensors have no version, so changes in place would go unnoticed
             versioned = isinstance(x, Tensor) and not x.is_inference()
-            key = (id(x), x._version, dtype, torch.is_inference_mode_enabled()) if versioned else object()
+            mode = torch.is_inference_mode_enabled()
+            key = (id(x), x._version, dtype, mode, self.scheme.extension) if versioned else object()
         cached_key, arguments, _ = self.cached
         if arguments is None or cached_key != key:
             x = _positions(rows, device) if x is None else x

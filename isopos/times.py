@@ -104,7 +104,7 @@ def _numbers(times: Tensor | np.ndarray[Any, Any]) -> tuple[Tensor, str]:
     )
     if not real:
         raise TypeError(f"times: expected datetime64 or numbers of seconds since 1970, got {times.dtype}")
-    return torch.as_tensor(times).to(torch.float64), NUMBER
+    return torch.as_tensor(times if isinstance(times, Tensor) else np.ascontiguousarray(times)).to(torch.float64), NUMBER
 
 
 def _one(time: Any) -> tuple[float, float, str]:

@@ -4,7 +4,7 @@ A tree is int64 ``[*b n 2]``; rows may be in any order and a root is (-1, -1). `
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -64,19 +64,22 @@ def tree_labels(source: Any) -> list[Any]:
     return read(source)[1]
 
 
-def forest(trees: Sequence[Tensor]) -> Tensor:
+def forest(trees: Iterable[Tensor]) -> Tensor:
     """Several trees ``[n_i 2]`` packed into one tensor ``[sum(n_i) 2]``, parents renumbered.
 
     Examples:
         >>> forest([tree([[]]), tree([[]])]).tolist()
         [[-1, -1], [0, 0], [-1, -1], [2, 0]]
     """
+    trees = list(trees)
     packed = torch.empty(0, 2, dtype=torch.int64, device=getattr(next(iter(trees), None), "device", None))
     parts, start = [packed], 0
     for nodes in trees:
         if not isinstance(nodes, Tensor) or nodes.ndim != 2 or nodes.shape[-1] != 2 or nodes.dtype not in INTEGER_DTYPES:
             got = f"{list(nodes.shape)} of {nodes.dtype}" if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"forest: expected trees [n 2] of integers, as isopos.tree reads them, got {got}")
+        if len(nodes) and (largest := int(nodes[:, 0].max())) >= len(nodes):
+            raise ValueError(f"forest: expected parents below {len(nodes)}, the number of nodes, got {largest}")
         parts.append(renumber(nodes, (0,), lambda parent, start=start: parent + start))
         start += len(nodes)
     return torch.cat(parts)

@@ -187,6 +187,23 @@ def test_several_layers_absorb_one_basis():
         close(layer(x, absorbed.at(at, dtype=torch.float64)), y, dtype=torch.float32, roundings=8)
 
 
+def test_absorbed_angles_keep_dtype_and_modes():
+    for change in (lambda scheme: scheme.double(), lambda scheme: scheme.requires_grad_(False).eval()):
+        scheme = change(perturb(schemes.ape_sequence(HEAD_DIM, HEADS, attention="softmax")))
+        layer, x, at = Attention(WIDTH, scheme).double(), tokens(2, 9), 10_000 * sequence(9)
+        before, generator = layer(x, scheme.at(at, dtype=torch.float64)), scheme.encoding.parameter
+        absorbed = absorb(scheme, layer.query, layer.key).encoding
+        angles = absorbed.parameter
+        assert (angles.dtype, angles.requires_grad) == (generator.dtype, generator.requires_grad)
+        assert absorbed.training is scheme.training
+        if angles.dtype == torch.float64:
+            close(layer(x, {**scheme.at(at), "isometry": absorbed(at, torch.float64)}), before, roundings=1e4)
+    tied = [nn.Linear(WIDTH, WIDTH) for _ in "qk"]
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match="projections: expected each layer's weight once, got one twice"):
+        absorb(schemes.ape_sequence(HEAD_DIM, HEADS, attention="softmax"), *tied)
+
+
 @each(
     ("make", "message"),
     [
@@ -328,6 +345,17 @@ def test_a_layer_with_a_window(kind):
     before, after = layer(x, at, causal=True), layer(x.index_fill(1, torch.tensor(2), 1.0), at, causal=True)
     assert torch.allclose(before[:, 5:], after[:, 5:], atol=1e-6)
     assert not torch.allclose(before[:, 4], after[:, 4], atol=1e-6)
+
+
+def test_a_layer_reads_its_options_in_at():
+    scheme, x = schemes.rope(HEAD_DIM, HEADS), torch.randn(1, 5, WIDTH)
+    layer, at = Attention(WIDTH, scheme, window=2), scheme.at(sequence(5))
+    y, state = Attention(WIDTH, scheme)(x, {**at, "state": isopos.State(), "return_state": True}, causal=True)
+    assert isinstance(state, isopos.State)
+    assert y.shape == x.shape
+    torch.testing.assert_close(layer(x, {**at, "window": 2}, causal=True), layer(x, at, causal=True))
+    with pytest.raises(ValueError, match="window: expected 2, as this layer has it, got 3 in at"):
+        layer(x, {**at, "window": 3}, causal=True)
 
 
 def test_a_layer_takes_a_mask_of_pairs():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import ALL_BASES, HEAD_DIM, HEADS, close, each, normals, perturb
 
-from isopos.bases import ComplexFourier, Fourier, Householder, OddEven, Pairs
+from isopos.bases import ComplexFourier, Fourier, Householder, OddEven, Pairs, Spectrum
 from isopos.encodings import Rotary, rope_frequencies
 from isopos.positions import sequence
 
@@ -96,6 +96,11 @@ WRONG_NORMALS = {
     "a zero head": torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
     "nan": torch.full((1, 2), torch.nan),
 }
+
+
+def test_pairs_need_a_basis_of_one_size():
+    with pytest.raises(ValueError, match="basis: expected one that returns as many features as it takes, got Spectrum"):
+        Pairs(Spectrum(3))
 
 
 @each("normal", WRONG_NORMALS.values(), ids=WRONG_NORMALS)

@@ -200,6 +200,13 @@ def test_kerples_kernels_are_conditionally_positive_definite(kernel):
     assert torch.linalg.eigvalsh(basis.mT @ term.table @ basis).min() > -1e-9
 
 
+@each("kernel", ["log", "power"])
+def test_positions_learn_from_kerple(kernel):
+    """Real positions have gradients, of a token's distance to itself, too."""
+    bias, x = perturb(Kerple(HEADS, kernel=kernel)), torch.randn(5, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: bias(x, x, torch.float64)[0].table, x)
+
+
 def test_kerple_starts_where_its_code_draws():
     for kernel, most in (("log", (2, 1)), ("power", (1, 2))):
         for numbers, limit in zip(Kerple(1000, kernel=kernel).numbers(), most, strict=True):

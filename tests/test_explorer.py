@@ -195,7 +195,13 @@ RULED = (
     ("rope", 128, {"rotary_dim": 8}, 1),
     ("p-rope", 64, {}, 0),
 )
-RULED += (("mrope", 64, {}, 0), ("rope-golden", 64, {}, 0), ("lrpe-orthogonal", 64, {}, 0), ("ape-sequence", 16, {}, 0))
+RULED += (
+    ("mrope", 64, {}, 0),
+    ("rope-axial", 64, {}, 0),
+    ("rope-golden", 64, {}, 0),
+    ("lrpe-orthogonal", 64, {}, 0),
+    ("ape-sequence", 16, {}, 0),
+)
 
 
 @in_browser

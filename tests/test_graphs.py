@@ -124,10 +124,11 @@ def test_wire_turns_by_differences_of_eigenvectors(kind):
 def test_an_edge_list_is_read(tmp_path):
     path = tmp_path / "edges.txt"
     rows = [f"{a}{' ' if n % 2 else ','}{b}" for n, (a, b) in enumerate(RANDOM.tolist())]
-    path.write_text("# a graph\n\n" + "\n".join(rows) + "\n% end\n", encoding="utf-8-sig")
+    path.write_text("# a graph\n\n" + " # an edge\n".join(rows) + "\n% end\n", encoding="utf-8-sig")
     assert torch.equal(edges(path), RANDOM)
     assert torch.equal(graph(path, 2), graph(RANDOM, 2))
     assert torch.equal(graph(str(path), 2), graph(RANDOM, 2))
+    assert torch.equal(graph(RANDOM.numpy()[::-1], 2), graph(RANDOM, 2))
 
 
 @each("line", ["0 x", "0", "0 1 2", "-1 2", "1.5 2", "٣ 4"])
@@ -163,6 +164,8 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line):
         (lambda: graph([[0, -1]]), "expected nodes from 0 to 0, got -1 to 0"),
         (lambda: graph([[0.0, 1.0]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.float32"),
         (lambda: graph([[0, 1, 2]]), r"expected edges as integers \[m 2\] or \[2 m\], .* got torch.int64 \[1, 3\]"),
+        (lambda: graph(None), "expected edges as integers .* or a graph of networkx, got NoneType"),
+        (lambda: graph({(0, 1), (1, 2)}), "expected edges as integers .* or a graph of networkx, got set"),
         (lambda: graph([0, 1]), r"expected edges as integers .* got torch.int64 \[2\]"),
         (lambda: graph(torch.empty(0, 2, dtype=torch.int64)), r"expected edges as integers"),
         (lambda: graph([[0, 1]], 0), "axes: expected an integer of at least 1, got 0"),

@@ -243,6 +243,17 @@ def test_query_heads_that_share_a_key(kind):
         close(stream(scheme, (q, k, v), sequence(T), (0, 3, 4, T))[0], expected)
 
 
+@pytest.mark.parametrize("options", [{"decay": "alibi"}, {"decay": "retnet", "denominator": "none"}, {}])
+def test_few_queries_against_many_keys(options):
+    scheme, segments = made("linear", **options), torch.arange(T) // 7
+    q, k, v = inputs(2, t=T)
+    x, given = sequence(T), {} if "decay" in options else {"segment_ids": segments}
+    whole = isopos.linear_attention(q, k, v, **scheme.at(x, dtype=torch.float64), causal=True, **given)
+    for count in (1, 2, 9):
+        at = scheme.at(x[-count:], x, dtype=torch.float64)
+        close(isopos.linear_attention(q[..., -count:, :], k, v, **at, causal=True, **given), whole[..., -count:, :])
+
+
 def test_softmax_attention_has_windows_of_streams_and_fewer_queries():
     scheme, content = made("softmax", decay="forget"), inputs(2, t=T)
     at = scheme.at(sequence(T), dtype=torch.float64) | {"causal": True}

@@ -12,10 +12,9 @@ from cases import HEADS, close, each, gradients, inputs, ordered, perturb, strea
 
 import isopos
 from isopos import Decoder, contragredient, encodings, laws, schemes
-from isopos import stream as stream_module
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
-from isopos.lengths import EXTENSIONS, LongRope, extension, search
+from isopos.lengths import EXTENSIONS, LongRope, Yarn, extension, search
 from isopos.maps import pair
 from isopos.nn import absorb
 from isopos.positions import Line, grid, sequence
@@ -155,6 +154,22 @@ def test_dype_has_one_rule_on_each_axis_and_ends_without(method):
     close(both, torch.block_diag(one, one))
     before = schemes.rope(8).encoding.parameter
     close(schemes.rope(8).extend("dype", factor=4, trained=16, method=method, time=0).encoding.extended(before), before)
+
+
+@pytest.mark.parametrize("base", [100.0, 10000.0])
+def test_yarn_has_one_rule_on_each_axis(base):
+    line, plane = schemes.rope(32, base=base), schemes.rope_axial(64, base=base)
+    one, both = (
+        scheme.extend("yarn", factor=4, trained=64).encoding.extended(scheme.encoding.parameter)[0]
+        for scheme in (line, plane)
+    )
+    close(both, torch.block_diag(one, one))
+
+
+@pytest.mark.parametrize("options", [{"truncate": False}, {"truncate": True}])
+def test_pairs_without_one_turn_are_all_interpolated(options):
+    speed = torch.tensor([[[0.1, 0.01, 0.001]]], dtype=torch.float64)  # 0.06 turns and fewer
+    close(Yarn(4.0, 4, **options)(speed), speed / 4)
 
 
 def test_without_rotation_only_the_order_of_a_causal_mask_is_left():
@@ -416,16 +431,22 @@ def test_extended_models_are_exported(name):
         close(program(torch.arange(t)[None]), model(torch.arange(t)[None]))
 
 
-def test_steps_refuse_a_scheme_that_is_extended_meanwhile(monkeypatch):
-    monkeypatch.setattr(stream_module, "AHEAD", 3)
+@pytest.mark.parametrize("t", [1, 3, 9])
+def test_a_stream_refuses_a_scheme_that_is_extended_meanwhile(t):
     scheme = schemes.rope(8, HEADS)
-    running = Stream(scheme)
-    q, k, v = inputs(1, t=1, dtype=torch.float32)
+    running, other = Stream(scheme), Stream(scheme)
+    q, k, v = inputs(1, t=t, dtype=torch.float32)
     for _ in range(3):
         running(q, k, v)
     scheme.extend("linear", factor=2)
-    with pytest.raises(ValueError, match=r"^state: expected one of this scheme .* before an extension"):
-        [running(q, k, v) for _ in range(4)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^state: expected one of this scheme .* before an extension"):
+            running(q, k, v)
+    assert running.length == 3 * t
+    close(
+        torch.cat([other(q, k, v) for _ in range(2)], -2),
+        scheme(*(torch.cat((a, a), -2) for a in (q, k, v)), sequence(2 * t), causal=True),
+    )
 
 
 def test_weights_are_those_of_the_training_and_a_second_extension_takes_the_place_of_the_first():

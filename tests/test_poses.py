@@ -242,6 +242,8 @@ def test_no_cameras_have_no_positions():
         ),
         (lambda: cameras(poses() @ MIRROR), "pose: expected rotations, of determinant 1, got a reflection, .* in camera 0;"),
         (lambda: cameras(poses(), patches=(0, 2)), "patches: expected an integer of at least 1, got 0"),
+        (lambda: cameras(poses(), patches=(2, 3, 4)), r"patches: expected two integers, rows and columns, got \(2, 3, 4\)"),
+        (lambda: cameras(poses(), patches=3), "patches: expected two integers, rows and columns, got 3"),
         (lambda: GROUP.check(torch.zeros(3, 16)), "positions: expected invertible 4 x 4 matrices .* got inf in row 0"),
         (lambda: GROUP.check(ONE + 1e6 * torch.eye(16)[3]), "put the world's origin near the cameras"),
         (lambda: GROUP.check(torch.full((3, 16), torch.nan)), "positions: expected invertible"),

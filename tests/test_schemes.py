@@ -87,6 +87,13 @@ def test_every_scheme_has_a_row_and_its_options():
 
 
 @presets
+def test_positions_in_a_list_are_one_error(case):
+    scheme, x = case.build(), case.group.origin(2)
+    for positions in ((x.tolist(),), (x, x.tolist())):
+        with pytest.raises(ValueError, match=r"positions: expected .* got list"):
+            scheme.at(*positions)
+
+
 def test_defaults_are_enough(case):
     scheme = schemes.REGISTRY[case.name](HEAD_DIM, HEADS)
     assert scheme.attention == case.kinds[0]

@@ -475,6 +475,9 @@ def test_a_state_given_or_taken_stays_as_it_is():
         Stream(scheme, middle)
     with pytest.raises(ValueError, match="state: expected one of 9 tokens, got none"):
         Stream(scheme, State(), length=9)
+    for wrong in (-3, True, 2.5, "5"):
+        with pytest.raises(ValueError, match="length: expected an integer of at least 0, got"):
+            Stream(scheme, state, length=wrong)
     with pytest.raises(TypeError, match="state"):
         Stream(scheme, {})  # pyright: ignore[reportArgumentType]
 

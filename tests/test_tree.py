@@ -412,6 +412,7 @@ def test_forests_and_batches_keep_words(x, more):
         close(sample[:, : len(nodes_)], ops.path(generator, nodes_))
     close(torch.cat([ops.path(generator, nodes_) for nodes_ in trees], 1), ops.path(generator, forest(trees)))
     assert forest([]).shape == (0, 2)
+    assert torch.equal(forest(iter(trees)), forest(trees))
 
 
 @each(
@@ -542,6 +543,7 @@ def test_bad_sources(read, source, message):
         (lambda: forest([torch.zeros(3)]), r"trees \[n 2\] of integers, as isopos.tree reads them, got \[3\]"),
         (lambda: forest([torch.zeros(3, 2)]), "of torch.float32"),
         (lambda: forest([Tree(2).random(2, 3)]), r"got \[2, 3, 2\]"),
+        (lambda: forest([torch.tensor([[-1, -1], [2, 0]]), tree([[]])]), "expected parents below 2, .* got 2"),
         (lambda: product(sequence(2), tree([])), r"got \(-1, -1\), a tree's root, in part 1; pass group=Product"),
         (lambda: product(product(tree([]), sequence(2), group=Product((Tree(1), Line()))), sequence(2)), "in part 0; pass"),
         (lambda: product(tree([]), group=Product((Tree(1), Line()))), "expected 2 parts .*, got 1"),

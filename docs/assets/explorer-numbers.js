@@ -24,12 +24,14 @@ const Numbers = (() => {
     return exact.map(row => row.map((value, i) => value * kept[i]));
   }
 
-  // Speeds as a geometric series: the log of its ratio, the index of each speed, and their number, as isopos/lengths.py.
+  // Speeds as a geometric series: the log of its ratio, the index of each speed, and the number of different ones, as
+  // isopos/lengths.py.
   function series(speed) {
-    const moving = speed.filter(value => value > 0), fastest = Math.max(...moving), slowest = Math.min(...moving);
-    const ratio = Math.log(fastest / slowest) / Math.max(moving.length - 1, 1), step = ratio > 0 ? ratio : 1;
+    const moving = speed.filter(value => value > 0).sort((a, b) => b - a), fastest = moving[0], slowest = moving.at(-1);
+    const count = moving.filter((value, i) => !i || value < moving[i - 1] * (1 - 1e-9)).length;
+    const ratio = Math.log(fastest / slowest) / Math.max(count - 1, 1), step = ratio > 0 ? ratio : 1;
     const rank = speed.map(value => Math.max(Math.log(fastest / Math.max(value, slowest)) / step, 0));
-    return { step, rank, count: moving.length, fastest };
+    return { step, rank, count, fastest };
   }
 
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -48,7 +50,7 @@ const Numbers = (() => {
     if (name === "dynamic") return rank.map(index => Math.pow(factor, -index / Math.max(count - 1, 1)));
     const bound = number => Math.log(turns(fastest) / number) / step;
     const low = Math.max(Math.floor(bound(32)), 0), high = Math.min(Math.ceil(bound(1)), 2 * count - 1);
-    return parts((_, i) => 1 - clamp((rank[i] - low) / Math.max(high - low, 1e-3), 0, 1));
+    return parts((_, i) => rank[i] < high ? 1 - clamp((rank[i] - low) / Math.max(high - low, 1e-3), 0, 1) : 0);
   }
 
   // Example factors of LongRoPE, whose real ones a search finds: from 1 for the first pair to the factor for the last.

@@ -94,13 +94,19 @@ class Attention(nn.Module):
             return_state: Whether to return a pair of the output and the next state.
 
         Raises:
-            ValueError: For a `context` or `return_state` with a `Stream`, and as the attention function.
+            ValueError: For a `context` or `return_state` with a `Stream`, for another window in `at`, and as the attention
+                function.
         """
-        if isinstance(at, Stream) and (context is not None or return_state):
-            name = "context" if context is not None else "return_state"
-            raise ValueError(
-                f"{name}: expected none with a Stream, whose tokens attend to each other and which keeps the state"
-            )
+        if isinstance(at, Stream):
+            if context is not None or return_state:
+                name = "context" if context is not None else "return_state"
+                raise ValueError(
+                    f"{name}: expected none with a Stream, whose tokens attend to each other and which keeps the state"
+                )
+        else:
+            return_state = return_state or bool(at.get("return_state"))
+            if self.window is not None and at.get("window", self.window) != self.window:
+                raise ValueError(f"window: expected {self.window}, as this layer has it, got {at['window']} in at")
         source = x if context is None else context
         inputs = (self.query, x, self.heads), (self.key, source, self.kv_heads), (self.value, source, self.kv_heads)
         heads = (layer(a).unflatten(-1, (count, -1)).transpose(1, 2) for layer, a, count in inputs)

@@ -45,14 +45,14 @@ def _carried(
     `state` is this sum before the new tokens, at the log decay ``[*b h]`` of the last past token. k and v may lack leading
     axes of q, which then share one state.
     """
-    to_end = across = from_end = from_start = None  # weights of keys, of the state, of a single query, of queries
+    to_end = across = from_end = from_start = None  # weights of keys, of the state, of a single token, of queries
     if g is not None:
         query, key = g
         last = key[..., -1:]
         start = last if stream.before is None else stream.before[..., None]
         exponents = last - key, last - start, query - last, query - start
         to_end, across, from_end, from_start = (cast_down(x.exp(), k.dtype, k.device)[..., None] for x in exponents)
-    if q.shape[-2] == 1:
+    if q.shape[-2] == k.shape[-2] == 1:
         after = k.mT @ v if state is None else torch.addcmul(weighed(state, across), k.mT, v)
         return (q if from_end is None else q * from_end) @ after, after
     after = weighed(k, to_end).mT @ (v if to_end is None else torch.where(to_end == 0, 0, v))
