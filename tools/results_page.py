@@ -239,9 +239,10 @@ def tuning(results: Sequence[ResultTable]) -> str:
     rows = []
     for table in results:
         at = next((n for n, text in enumerate(table.notes, 1) if TRIED.search(text)), len(table.notes))
-        for corpus, choices, correlation in itertools.takewhile(
-            bool, (match and match.groups() for match in map(CHOSEN.fullmatch, table.notes[at:]))
-        ):
+        for text in table.notes[at:]:
+            if not (match := CHOSEN.fullmatch(text)):
+                break
+            corpus, choices, correlation = match.groups()
             counts = {rate: _count_names(table, names) for rate, names in _choices(choices)}
             most = max(table.rates.split(", "), key=float)
             highest = f"{counts.get(most, 0)} of {sum(counts.values())}"

@@ -189,7 +189,7 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
 
 
 def _rows(table: PaperTable, chosen: str, console: Console) -> list[TableRow]:
-    """The requested rows that have a scheme and those that they start from, or all whose packages are installed.
+    """The requested rows with a scheme and the rows from which they start, or all whose packages are installed.
 
     The baseline is first.
     """
