@@ -22,6 +22,7 @@ __all__ = ["answers", "content", "overview", "questions"]
 OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
 SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
+PHOTOGRAPHS = ("newer-scenes-cifar10", "newer-scenes-tiny-imagenet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
 MASKED_DECAYS = ("newer-masked-shakespeare", "newer-masked-wikitext2", "newer-masked-novels")
@@ -106,13 +107,13 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "scenes",
         "Images of several cameras, softmax attention",
         "",
-        {"newer-scenes": ("softmax", "softmax, rays"), "newer-scenes-cifar10": ("softmax",)},
+        {"newer-scenes": ("softmax", "softmax, rays")} | dict.fromkeys(PHOTOGRAPHS, ("softmax",)),
     ),
     (
         "scenes",
         "Images of several cameras, linear attention",
         "",
-        dict.fromkeys(("newer-scenes", "newer-scenes-cifar10"), ("linear",)),
+        dict.fromkeys(("newer-scenes", *PHOTOGRAPHS), ("linear",)),
     ),
     ("graphs", "Nodes of graphs, linear attention", "", dict.fromkeys(GRAPHS, ("linear",))),
     ("graphs", "Nodes of graphs, softmax attention", "", dict.fromkeys(GRAPHS, ("softmax",))),
