@@ -22,6 +22,7 @@ __all__ = ["answers", "content", "overview", "questions"]
 OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
 SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
+PATCHED = ("newer-patched-shakespeare",)
 PHOTOGRAPHS = ("newer-scenes-cifar10", "newer-scenes-tiny-imagenet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
@@ -43,7 +44,8 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "language",
         "Text from left to right, softmax attention",
         "softmax",
-        {"newer-text": ("softmax",), "newer-text-shakespeare": ("softmax",), "newer-text-wikitext2": ("softmax",)},
+        {"newer-text": ("softmax",), "newer-text-shakespeare": ("softmax",), "newer-text-wikitext2": ("softmax",)}
+        | dict.fromkeys(PATCHED, ("from the start",)),
     ),
     (
         "language",
@@ -70,6 +72,18 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
             "newer-content-shakespeare": ("linear, 4x", "softmax, 4x"),
             "newer-content-wikitext2": ("linear, 4x", "softmax, 4x"),
         },
+    ),
+    (
+        "language",
+        "Text, softmax attention, an encoding that replaces rope after training",
+        "softmax",
+        dict.fromkeys(PATCHED, ("patched",)),
+    ),
+    (
+        "language",
+        "The same, in windows longer than in training",
+        "softmax",
+        dict.fromkeys(PATCHED, ("patched, 4x",)),
     ),
     ("masked", "Text read in both directions", "", dict.fromkeys(MASKED_DECAYS, ("loss",))),
     ("masked", "Text read in both directions, a decay for one row only", "", dict.fromkeys(MASKED, ("Loss",))),
