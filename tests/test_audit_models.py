@@ -7,6 +7,7 @@ import torch
 import isopos
 from isopos.audit import audit
 from isopos.audit.declared import declared_factor, declared_frequencies
+from isopos.integrations.transformers import audited
 from isopos.models import Decoder
 
 RULES = {
@@ -150,6 +151,22 @@ def test_declared_frequencies_are_those_of_transformers(rule):
     assert table.attention_scaling == pytest.approx(declared_factor(parameters, 2048))
     report = audit(made, checks=["frequencies", "attention factor", "tables", "autocast", "saving", "shift", "decoding"])
     assert report.sound, report
+
+
+def test_folders_of_this_library_are_read(tmp_path, transformers):
+    from isopos.integrations.transformers import patch
+    from isopos.integrations.transformers.model import from_decoder
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    patched = patch(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), isopos.alibi(16, 2, attention="softmax")
+    )
+    patched.save_pretrained(tmp_path / "patched")
+    own = from_decoder(Decoder(64, 32, 1, isopos.rope(16, 2)))
+    own.save_pretrained(tmp_path / "own")
+    for name, model in (("patched", patched), ("own", own)):
+        found, tokens = audited.loaded(tmp_path / name), torch.arange(9)[None]
+        torch.testing.assert_close(found.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
 def test_a_table_as_long_as_the_largest_position_is_not_built_far_away():

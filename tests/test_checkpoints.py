@@ -239,7 +239,7 @@ def test_a_run_is_read_on_the_cpu_in_evaluation(tmp_path):
     write_json(tmp_path / "recipe.json", recipe.as_dict())
     built, model = checkpoints.untrained_model(tmp_path)
     assert built == recipe.edit(device="cpu")
-    with pytest.raises(ValueError, match="which are written when a run ends; continue it by isopos train --resume"):
+    with pytest.raises(ValueError, match="which are written when a run ends; continue it by its command with --resume"):
         checkpoints.load_run(tmp_path)
     checkpoints.save_weights(model, tmp_path)
     loaded, again = checkpoints.load_run(tmp_path)

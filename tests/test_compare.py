@@ -301,6 +301,7 @@ def test_the_report_of_a_comparison_that_was_killed(isopos, tmp_path):
     code, out, err = isopos("report", "runs/one")
     assert (code, err) == (0, "")
     assert "report: runs/one/report.html" in out
+    assert "Interrupted: unfinished rope-seed0." in out
     found, text = _check_page(folder / "report.html")
     assert "Interrupted: unfinished rope-seed0" in text
     assert "Interrupted" not in page

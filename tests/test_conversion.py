@@ -327,3 +327,15 @@ def test_folders_that_are_no_model_of_softmax_attention(isopos, folder):
     assert "new_folder: expected a new folder" in isopos("convert", "base", "base")[2]
     patch(FAMILIES["llama"].make(), scheme_of("rope")).save_pretrained("linear")
     assert "folder: expected a model with positions and softmax" in isopos("convert", "linear", "new")[2]
+
+
+@pytest.mark.parametrize("damage", ["weights", "sizes"])
+def test_a_damaged_model_is_one_clear_error(isopos, folder, damage):
+    weights, config = folder / "base" / "model.safetensors", folder / "base" / "config.json"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:100])
+    else:
+        config.write_text(config.read_text().replace('"hidden_size": ', '"hidden_size": 1'))
+    code, _, err = convert(isopos, "new")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "folder: expected a causal language model in base, whose config.json and weights agree: " in err

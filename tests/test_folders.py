@@ -29,7 +29,7 @@ def test_a_run_folder_is_never_replaced_unasked(tmp_path):
     assert folders.read_recipe(run).training.steps == 3
     folders.create(run, Recipe().edit(steps=4), overwrite=True)
     assert folders.read_recipe(run).training.steps == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert folders.read_recipe(folders.aside_path(run)).training.steps == 3
 
 
 def test_only_runs_are_replaced(tmp_path):
@@ -189,15 +189,16 @@ def test_a_name_is_that_of_one_folder(name):
 
 
 @pytest.mark.parametrize("aside", [False, True])
-def test_what_a_kill_left_aside_goes_with_a_new_run(tmp_path, aside):
+def test_what_a_kill_left_aside_is_kept_until_a_new_run_ends(tmp_path, aside):
     run = tmp_path / "run"
     folders.create(run, Recipe())
     if aside:
         folders.start_folder(run, "recipe.json", Recipe().as_dict())
         assert folders.aside_path(run).exists()
     folders.create(run, Recipe().edit(seed=3), overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert folders.read_recipe(run).seed == 3
+    folders.remove_folder(folders.aside_path(run))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_rows_of_a_run_that_ended(tmp_path):
@@ -224,7 +225,7 @@ def test_rows_of_a_run_that_ended(tmp_path):
             assert Result.read(run).status == status
         else:
             with pytest.raises(
-                ValueError, match="status: expected finished or diverged, got 'ended'; remove it; isopos train"
+                ValueError, match="status: expected finished or diverged, got 'ended'; remove it, and the command"
             ):
                 Result.read(run)
     (run / "data.json").write_text('{"name": "a", "sha256": ""}')

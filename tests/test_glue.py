@@ -396,6 +396,11 @@ def test_a_table_says_what_a_column_begins_with(isopos, tmp_path):
     [
         ('start = "wikibook"', 'start = "wikiboek"', "CoLA: start: expected one of wikibook, got 'wikiboek'"),
         ('start = "wikibook"', 'start = "wikibook"\nstart_row = "SPEC"', "CoLA: start_row: expected one of Base, Rope, "),
+        (
+            "[start_scales.tiny]",
+            "[start_scales.tiny]\nlayers = 2",
+            "layers: expected none for CoLA, which has that of wikibook",
+        ),
         ("[start_scales.paper]", "", "start_scales: expected tiny, small, paper, got small, tiny"),
         ("validation_rows = 64", "validation_row = 64", "field of a recipe: expected one of"),
         ('recipe = "lrpe-glue"', 'recipe = "lrpe-alm"', "field of a recipe: expected one of"),

@@ -82,7 +82,7 @@ def test_a_table_patches_the_run_of_one_row(isopos, tmp_path):
     assert " rope on" not in page.replace("p-rope on", ""), "no cell of rope is missing"
 
 
-def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
+def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path, monkeypatch):
     """DroPE: a run starts from weights trained with positions. Parameters of another scheme are reinitialised."""
     sizes = ["--length=16", "--layers=1", "--model-dim=16", "--heads=2", "--batch=4", "--steps=4", "--save-every=2"]
     sizes += ["--validation-tokens=64", "--device=cpu"]
@@ -110,6 +110,21 @@ def test_a_run_goes_on_without_the_positions_of_another(isopos, tmp_path):
     (run / "result.json").unlink()
     assert isopos(*command, "--resume")[0] == 0
     assert read_rows(run / "metrics.jsonl") == rows
+    before, weights = sorted(path.name for path in run.iterdir()), (run / "model.safetensors").read_bytes()
+    for more, message in (
+        (("--start=runs/without",), "start: expected another run than runs/without, which is replaced"),
+        (("--tokenizer=words",), "got tokenizer words; give --tokenizer bytes"),
+        (("--vocabulary=300",), "vocabulary: expected 256, as in runs/with"),
+    ):
+        status, _, err = isopos(*command, "--overwrite", *more)
+        assert (status, err.count("\n"), message in err) == (2, 1, True), err
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "warm_start", lambda *_: (_ for _ in ()).throw(ValueError("start: damaged")))
+        assert isopos(*command, "--overwrite")[0] == 2
+    assert (sorted(path.name for path in run.iterdir()), (run / "model.safetensors").read_bytes()) == (before, weights)
+    assert isopos(*command, "--overwrite", "--seed=1")[0] == 0
+    assert (run / "model.safetensors").read_bytes() != weights
+    assert not (tmp_path / "runs" / ".without.replaced").exists()
     for change, message in (
         ({"start": "runs/nowhere"}, "start: expected the folder of a run, got runs/nowhere"),
         ({"layers": 2}, "start: expected a model as in runs/with, got layers 2; give --layers 1"),

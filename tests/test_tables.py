@@ -628,6 +628,15 @@ def test_the_sources_of_corpora_and_of_those_from_whose_runs_they_start():
         sources("lrpe-2", "x")
 
 
+def test_a_custom_table_keeps_its_sources_at_the_smallest_scale(tmp_path):
+    text = (FOLDER / "newer-masked.toml").read_text()
+    (tmp_path / "own.toml").write_text(text.replace('source = ""', 'source = "mine.txt"'))
+    path = str(tmp_path / "own.toml")
+    assert reproduce._sources(load_table(path), reproduce.Options(path, scale="tiny")) == {"text": "mine.txt"}
+    (tmp_path / "own.toml").write_text(text.replace('source = ""', 'source = "ask"'))
+    assert reproduce._sources(load_table(path), reproduce.Options(path, scale="tiny")) == {"text": ""}
+
+
 def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
     table, data = load_table("lrpe-2"), SimpleNamespace(name="mine")
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"

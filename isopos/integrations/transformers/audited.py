@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,13 @@ def loaded(folder: Path) -> Any:
         raise ValueError(f"model: expected a folder with config.json, got {folder}")
     import transformers
 
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if values.get("model_type") == "isopos" or values.get("isopos") is not None:  # patched, converted, or of isopos
+        from isopos.integrations.transformers import IsoposForCausalLM, load
+
+        with _without_progress_bars():
+            whole = values.get("model_type") == "isopos"
+            return IsoposForCausalLM.from_pretrained(folder, local_files_only=True) if whole else load(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:

@@ -99,7 +99,9 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         checkpoints.load_checkpoint(model, last)
         source, step = str(last.folder.relative_to(folder)), last.step
     else:
-        raise ValueError(f"run: expected weights or a checkpoint in {folder}, got neither; train it with --resume")
+        raise ValueError(
+            f"run: expected weights or a checkpoint in {folder}, got neither; continue its command with --resume"
+        )
     require("split", options.split, f"one of {', '.join(data.splits)}, which {data.name} has", options.split in data.splits)
     metrics = recipe.task.figures
     lengths = ["length"] * ("multiple" in recipe.task.views)

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.reports import grids
-from isopos.lab.reports.comparison import FILE, ranking
+from isopos.lab.reports.comparison import FILE, ranking, read_comparison, read_runs
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,6 @@ def show(folder: Path, console: Console) -> None:
 
     path = page.write(folder)
     console.print(*ranking(folder).render(console.width))
+    if left := page.unfinished(read_comparison(folder), read_runs(folder)):
+        grids.say(console, left)
     grids.say(console, f"report: {path}")

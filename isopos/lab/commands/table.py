@@ -113,7 +113,8 @@ def run(options: Options, console: Console) -> int:
         ]
         missing = untimed if table.timed else [cell.folder.name for cell in cells if not cell.done]
         count = f"{len(missing)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
-        grids.say(console, *missing, count)
+        more = "those of further seeds follow, at the learning rates that seed 0 chooses"
+        grids.say(console, *missing, count, *[more] * bool(options.rates and options.seeds > 1 and missing))
         return 0
     _check_ray(table, options, device)
     for _, recipe in planned[: len(planned) // options.seeds]:
@@ -235,7 +236,12 @@ def _sources(table: PaperTable, options: Options) -> dict[str, str]:
     }
     free = {name: source for name, source in sources.items() if source != ASK}
     if options.scale == "tiny":
-        free = {corpus.name: "" for corpus in table.corpora if not corpus.start or corpus.name in free}
+        own = options.table.endswith(".toml")
+        free = {
+            corpus.name: free.get(corpus.name, "") if own else ""
+            for corpus in table.corpora
+            if not corpus.start or corpus.name in free
+        }
     chosen = replaced or free
     for corpus in table.corpora:
         if corpus.name in chosen and corpus.start and corpus.start not in chosen:

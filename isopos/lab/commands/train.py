@@ -73,6 +73,9 @@ def run(options: Options, console: Console) -> int:
         check_same_recipe(folder, recipe.with_inferred(read_recipe(folder)))
     elif first:
         check_vacant(folder, overwrite=overwrite)
+        start = recipe.task.origin(recipe)
+        if start is not None and start.resolve() == folder.resolve():
+            raise ValueError(f"start: expected another run than {folder}, which is replaced; choose another --name")
     data = recipe.task.load(recipe, console)
     recipe = data.infer(recipe)
     training.check_memory(recipe)

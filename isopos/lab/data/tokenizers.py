@@ -57,6 +57,10 @@ class Tokenizer(ABC):
     def model(self) -> Any:
         """The same tokenizer as a `tokenizers.Tokenizer`, for other libraries."""
 
+    def share_unknown(self, tokens: np.ndarray) -> float:
+        """Share of tokens that stand for words outside the vocabulary."""
+        return 0.0
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens; invalid UTF-8 becomes the replacement character."""
         return b"".join(self.piece(int(token)) for token in tokens).decode(errors="replace")
@@ -135,6 +139,9 @@ class Words(Tokenizer):
                 f"{words[int((tokens < 0).argmax())]!r}; learn a vocabulary from this text, or from one with {UNK}"
             )
         return tokens
+
+    def share_unknown(self, tokens: np.ndarray) -> float:
+        return float((np.asarray(tokens) == self._index[UNK]).mean()) if UNK in self._index and len(tokens) else 0.0
 
     def piece(self, token: int) -> bytes:
         """The word and a space; <eos> is a line feed."""

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,12 @@ PICTURE = re.compile("data:image/png;base64,[A-Za-z0-9+/]+=*")
 STYLE, SCRIPT = (Path(__file__).with_name(f"page.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
 
 
+def unfinished(about: Mapping[str, Any], runs: Sequence[Run]) -> str:
+    """A sentence that names what is left of an interrupted comparison; empty if it is complete."""
+    left = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
+    return "" if about["complete"] else f"Interrupted: unfinished {', '.join(left) or 'timing'}."
+
+
 def write(folder: Path) -> Path:
     """Write report.html and curves.svg of a comparison; return the report's path."""
     about, runs, ranked = read_comparison(folder), read_runs(folder), ranking(folder)
@@ -33,15 +39,12 @@ def write(folder: Path) -> Path:
     first = {run.recipe.scheme: run for run in reversed(runs) if run.result}
     best_first = [first[row.scheme] for row in ranked.rows if row.status == "finished"]
     pictures = [section for run in best_first for section in _kernel_sections(run)]
-    unfinished = sorted(set(about["planned"]) - {run.folder.name for run in runs if run.result})
     names = [html(scheme) for scheme in dict.fromkeys(run.recipe.scheme for run in runs)]  # each switches its curves
     switches = [f'<label><input type="checkbox" value="{name}" checked> {name}</label>' for name in names]
     parts = [
         *head(folder.name, "Which positional encoding?"),
         f"<p>{html(_setting(about, runs))}</p>",
-        ""
-        if about["complete"]
-        else f'<p class="warn">Interrupted: unfinished {html(", ".join(unfinished) or "timing")}.</p>',
+        f'<p class="warn">{html(left)}</p>' if (left := unfinished(about, runs)) else "",
         '<div class="wide">',
         rows_html(
             ranked.header, [ranked.cells(row, ranked.header) for row in ranked.rows], ranked.numbers, best=ranked.leads

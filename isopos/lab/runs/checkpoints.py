@@ -161,7 +161,9 @@ def load_run(folder: Path) -> tuple[Recipe, Any]:
     recipe, model = untrained_model(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
-        raise ValueError(f"run: expected {weights}, which are written when a run ends; continue it by isopos train --resume")
+        raise ValueError(
+            f"run: expected {weights}, which are written when a run ends; continue it by its command with --resume"
+        )
     read_weights(model, weights)
     return recipe, model.eval()
 
@@ -228,7 +230,7 @@ def _sort_metadata(path: Path) -> None:
 
 def read_weights(model: Any, path: Path) -> None:
     """Load a file of weights into a model; ValueError if it is damaged or of another model."""
-    remedy = f"put it right, or remove it and write it again by isopos train --name {path.parent.name} --resume"
+    remedy = f"put it right, or remove it, and the command of {path.parent} writes it again with --resume"
     try:
         check_plain(path)
         with safe_open(str(path), "pt") as file:

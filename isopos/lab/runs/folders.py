@@ -50,14 +50,13 @@ def check_vacant(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def create(folder: Path, recipe: Recipe, *, overwrite: bool = False) -> None:
-    """Make the folder of a new run with its recipe.json, both or neither.
+    """Make the folder of a new run with its recipe.json, both or neither; a run that it replaces is moved aside.
 
     Raises:
         ValueError: If it exists without `overwrite`, holds no run, or cannot be written.
     """
     check_vacant(folder, overwrite=overwrite)
     start_folder(folder, "recipe.json", recipe.as_dict())
-    remove_folder(aside_path(folder))
 
 
 def start_folder(folder: Path, file: str, content: object) -> None:
@@ -215,7 +214,7 @@ class Result:
                 values["scores"] = {title: bits[multiple] for multiple, title in LENGTHS.items()}
             return values
 
-        remedy = "remove it; isopos train --resume writes it again"
+        remedy = "remove it, and the command of the run writes it again with --resume"
         if not (run / RESULT).exists():
             return None
         scores = {metric.title: float | None for metric in read_recipe(run).task.metrics}

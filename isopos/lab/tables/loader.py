@@ -27,6 +27,7 @@ TIMED = {
 """Kinds of tables without training, and the ratio of a row to the baseline that they show."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 MEDIUM = "medium"  # an optional scale: an hour of one GPU
+KEPT = ("layers", "model_dim", "heads", "hidden_dim", "activation", "norm", "tokenizer")  # by a warm start
 ASK = "ask"  # a source that is not freely available: --data must name a replacement
 
 
@@ -240,6 +241,9 @@ def _check(table: PaperTable) -> None:
         changes = [table.edits, *table.scales.values()]
         if corpus.start:
             changes = [{"start": ""}, *table.start_scales.values()]
+            for edits in (*table.start_scales.values(), corpus.edits, *corpus.scales.values()):
+                if kept := sorted({*KEPT} & {*edits}):
+                    raise ValueError(f"{kept[0]}: expected none for {corpus.name}, which has that of {corpus.start}")
             expect(f"{corpus.name}: start", corpus.start, [other.name for other in table.corpora if not other.start])
             if corpus.start_row:
                 able = [row.name for row in table.rows if row.on(corpus.start)]

@@ -207,5 +207,8 @@ def read_model(folder: Path) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, KeyError) as error:
-        raise ValueError(f"folder: expected a causal language model in {folder}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # transformers, safetensors and huggingface_hub have classes of their own
+        first = next(filter(str.strip, str(error).replace("\\n", "\n").splitlines()), type(error).__name__)
+        raise ValueError(
+            f"folder: expected a causal language model in {folder}, whose config.json and weights agree: {first.strip()}"
+        ) from None

@@ -127,7 +127,9 @@ class Language(TextTask):
 
         folder = Path(self.start) if self.start else None
         if folder is not None:
-            warm_start_recipe(folder, recipe, Language, ("cutoffs", "tied"))
+            before = warm_start_recipe(folder, recipe, Language, ("cutoffs", "tied", "tokenizer"))
+            known = before.as_dict()["vocabulary"]
+            require("vocabulary", self.vocabulary, f"{known}, as in {folder}", self.vocabulary in (0, known))
         return folder
 
     def reinitialised(self, recipe: Recipe) -> tuple[str, ...]:
@@ -147,7 +149,9 @@ class Windows(Data):
         self.task, self.corpus = task, corpus
         self.name, self.sha256 = corpus.name, corpus.sha256
         unit = "bytes" if task.tokenizer == "bytes" else "tokens"
+        unknown = corpus.tokenizer.share_unknown(corpus.validation)
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} {unit}"
+        self.summary += f", {unknown:.1%} of the held-out ones unknown" * (unknown > 0)
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
     def infer(self, recipe: Recipe) -> Recipe:

@@ -23,10 +23,13 @@ from isopos.lab.runs.folders import (
     Interrupted,
     Log,
     Result,
+    aside_path,
     check_same_recipe,
     create,
     data_fingerprint,
     read_rows,
+    remove_folder,
+    restore,
 )
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.attentions import BASELINES
@@ -142,21 +145,32 @@ def train(
     """
     first = is_first_process()
     with locked(folder) if first else nullcontext():
-        return _train(recipe, data, folder, on_step, first=first, resume=resume, overwrite=overwrite)
+        if resume:
+            _check_resumed(recipe, data, folder)
+        elif first:
+            create(folder, recipe, overwrite=overwrite)
+        try:
+            result = _train(recipe, data, folder, on_step, first=first, resume=resume)
+        except BaseException:
+            if first and not resume and checkpoints.newest(folder) is None:
+                restore(folder)  # the run that was to be replaced
+            raise
+        if first:
+            remove_folder(aside_path(folder))
+        return result
 
 
-def _train(
-    recipe: Recipe, data: Data, folder: Path, on_step: OnStep, *, first: bool, resume: bool, overwrite: bool
-) -> Result | None:
-    if resume:
-        check_same_recipe(folder, recipe)
-        if (before := data_fingerprint(folder)) not in ("", data.sha256):
-            raise ValueError(
-                f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
-                "give it back its data or choose another --name"
-            )
-    elif first:
-        create(folder, recipe, overwrite=overwrite)
+def _check_resumed(recipe: Recipe, data: Data, folder: Path) -> None:
+    """Raise a ValueError if a run has another recipe or other data."""
+    check_same_recipe(folder, recipe)
+    if (before := data_fingerprint(folder)) not in ("", data.sha256):
+        raise ValueError(
+            f"resume: expected the data of {folder}, sha256 {before[:12]}, got {data.sha256[:12]} in {data.name}; "
+            "give it back its data or choose another --name"
+        )
+
+
+def _train(recipe: Recipe, data: Data, folder: Path, on_step: OnStep, *, first: bool, resume: bool) -> Result | None:
     if first:
         data.save(folder)
         write_json(folder / "data.json", {"name": data.name, "sha256": data.sha256})
