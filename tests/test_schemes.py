@@ -94,6 +94,7 @@ def test_positions_in_a_list_are_one_error(case):
             scheme.at(*positions)
 
 
+@presets
 def test_defaults_are_enough(case):
     scheme = schemes.REGISTRY[case.name](HEAD_DIM, HEADS)
     assert scheme.attention == case.kinds[0]

@@ -106,7 +106,12 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "",
         {"newer-images": ("held out",), "ape-3": ("@300 test",), "lrpe-3": ("accuracy",)},
     ),
-    ("images", "Images, each pixel a token", "", dict.fromkeys(("lrpe-4", "permuteformer-1", "lrpe-4-mnist"), ("Image",))),
+    (
+        "images",
+        "Images, each pixel a token",
+        "",
+        dict.fromkeys(("lrpe-4", "permuteformer-1", "lrpe-4-mnist", "lrpe-4-fashion-mnist"), ("Image",)),
+    ),
     (
         "images",
         "Images whose content moves after training",
