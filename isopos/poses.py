@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,7 +131,7 @@ def cameras(
     rows = matrix.flatten(-2)
     if patches is None:
         return rows
-    if not isinstance(patches, Sequence) or len(patches) != 2:
+    if np.shape(patches) != (2,):
         raise ValueError(f"patches: expected two integers, rows and columns, got {patches!r}")
     axes = [torch.arange(at_least("patches", count), device=pose.device) for count in patches]
     patch = torch.cartesian_prod(*axes).double().expand(*rows.shape[:-1], -1, -1)

@@ -117,10 +117,10 @@ class Stream:
         if options:
             options = {name: value for name, value in options.items() if value is not None or name == "denominator"}
             _refuse_own(options)
-        if options or (torch.is_grad_enabled() and self._differentiable(q, k, v, x)) or torch.compiler.is_compiling():
+        extended = self.scheme.extension is not self._extension  # checks refuse a state from before
+        differentiable = torch.is_grad_enabled() and self._differentiable(q, k, v, x)
+        if options or extended or differentiable or torch.compiler.is_compiling():
             return self._checked(q, k, v, x, options)
-        if self.scheme.extension is not self._extension:
-            return self._checked(q, k, v, x, options)  # refuses a state from before
         steps = self._steps
         if steps is None or not steps.fits(q, k, v) or (x is not None and _signature(x) not in self._positioned):
             return self._chunk(q, k, v, x)
@@ -312,12 +312,12 @@ class Tables:
 
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
+        kind = dtype, torch.is_inference_mode_enabled(), self.scheme.extension
         if x is None:
-            key = rows, dtype, device, torch.is_inference_mode_enabled(), self.scheme.extension
+            key = (rows, device, *kind)
         else:  # inference tensors have no version, so changes in place would go unnoticed
             versioned = isinstance(x, Tensor) and not x.is_inference()
-            mode = torch.is_inference_mode_enabled()
-            key = (id(x), x._version, dtype, mode, self.scheme.extension) if versioned else object()
+            key = (id(x), x._version, *kind) if versioned else object()
         cached_key, arguments, _ = self.cached
         if arguments is None or cached_key != key:
             x = _positions(rows, device) if x is None else x

@@ -81,7 +81,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
     ),
     (
         "language",
-        "The same, in windows longer than in training",
+        "Windows longer than in training, an encoding that replaces rope after training",
         "softmax",
         dict.fromkeys(PATCHED, ("patched, 4x",)),
     ),

@@ -243,17 +243,13 @@ def tuning(results: Sequence[ResultTable]) -> str:
             if not (match := CHOSEN.fullmatch(text)):
                 break
             corpus, choices, correlation = match.groups()
-            counts = {rate: _count_names(table, names) for rate, names in _choices(choices)}
+            by_rate = (part.split(" for ", 1) for part in choices.split("; "))  # "1 for A, B; 2 for C"
+            counts = {rate: _count_names(table, names) for rate, names in by_rate}
             most = max(table.rates.split(", "), key=float)
             highest = f"{counts.get(most, 0)} of {sum(counts.values())}"
             rows.append((f"[`{table.name}`]({table.name}/table.md)", corpus, table.rates, highest, correlation or "-"))
     titles = ("table", "data", "rates", "rows with the highest", "rank correlation")
     return f"\n{markdown(titles, rows, 'lllrr')}\n"
-
-
-def _choices(text: str) -> list[list[str]]:
-    """Rates and the names of their rows, from "1 for A, B; 2 for C"."""
-    return [part.split(" for ", 1) for part in text.split("; ")]
 
 
 def _count_names(table: ResultTable, text: str) -> int:

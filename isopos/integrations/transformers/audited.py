@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,17 +38,15 @@ def loaded(folder: Path) -> Any:
         raise ValueError(f"model: expected a folder with config.json, got {folder}")
     import transformers
 
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if values.get("model_type") == "isopos" or values.get("isopos") is not None:  # patched, converted, or of isopos
-        from isopos.integrations.transformers import IsoposForCausalLM, load
+    from isopos.integrations.transformers import load, saving  # registers our model, too
 
-        with _without_progress_bars():
-            whole = values.get("model_type") == "isopos"
-            return IsoposForCausalLM.from_pretrained(folder, local_files_only=True) if whole else load(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ValueError(f"model: transformers does not read {folder}: {str(error).splitlines()[0]}") from None
+    if getattr(config, saving.ENTRY, None) is not None:  # patched or converted
+        with _without_progress_bars():
+            return load(folder)
     cls: Any = getattr(transformers, (config.architectures or [""])[0], None) or _class_of(transformers, config)
     if any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
         with _without_progress_bars():

@@ -22,8 +22,7 @@ class Options:
 def run(options: Options, console: Console) -> int:
     """Print a table of all runs below a folder, latest last."""
     folder = Path(options.folder)
-    found = (path for path in folder.rglob("recipe.json") if not path.parent.name.startswith("."))  # without runs aside
-    paths = sorted(found, key=lambda path: _changed(path.parent))
+    paths = sorted(folder.rglob("recipe.json"), key=lambda path: _changed(path.parent))
     runs = [path.parent for path in paths if "/." not in f"/{path.relative_to(folder).as_posix()}"]  # without hidden ones
     if not runs:
         raise ValueError(f"folder: expected runs in {folder}, found none; isopos train and isopos compare make some")

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from isopos.catalog import CATALOG, expect
 from isopos.lab.recipes import SCALES, Recipe, preset
 from isopos.lab.runs.files import mismatch, read_json, read_text
-from isopos.lab.tasks.task import Metric, Task, View
+from isopos.lab.tasks.task import SAME, Metric, Task, View
 from isopos.spec import of_layers, split_spec
 
 RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys of version 0.1
@@ -27,7 +27,7 @@ TIMED = {
 """Kinds of tables without training, and the ratio of a row to the baseline that they show."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 MEDIUM = "medium"  # an optional scale: an hour of one GPU
-KEPT = ("layers", "model_dim", "heads", "hidden_dim", "activation", "norm", "tokenizer")  # by a warm start
+KEPT = (*SAME, "hidden_dim", "tokenizer")  # fields that runs with a warm start have of the others
 ASK = "ask"  # a source that is not freely available: --data must name a replacement
 
 

@@ -12,7 +12,7 @@ import torch
 from isopos.encodings import Permutation
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.attentions import BASELINES, check_baseline, replace_attention
-from isopos.lab.tasks.task import Recipe, Task, require
+from isopos.lab.tasks.task import SAME, Recipe, Task, require
 from isopos.models import TOKEN_STD, PerLayer
 from isopos.positions import Group
 from isopos.schemes import Scheme, build
@@ -20,7 +20,6 @@ from isopos.spec import of_layers, split_spec
 
 Built = TypeVar("Built")
 WEIGHTS = "model.safetensors"  # of a finished run
-SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields that a warm start keeps
 
 
 def machine_memory() -> float:

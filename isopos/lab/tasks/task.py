@@ -46,6 +46,7 @@ __all__ = [
 __getattr__ = renamed(__name__, {"expect": "isopos.lab.tasks.task.require"})
 
 SCALES = ("tiny", "small", "paper")
+SAME = ("layers", "model_dim", "heads", "activation", "norm")  # fields that a warm start keeps
 PLACEMENT = (
     "device",
     "devices",
