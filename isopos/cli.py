@@ -78,20 +78,28 @@ def _run(arguments: list[str]) -> int:
     import tyro
     from rich.console import Console
 
+    from isopos.catalog import expect
     from isopos.lab.runs import signals
 
     with signals.raising():
-        kinds = []
-        for name in COMMANDS:
-            module, more = importlib.import_module(f"isopos.lab.commands.{name}"), {}
-            if name == arguments[0] and hasattr(module, "default"):
+        if arguments[0].startswith("-"):  # about all commands
+            kinds = [Annotated[_module(name).Options, tyro.conf.subcommand(name)] for name in COMMANDS]
+            every: Any = Union[tuple(kinds)]  # noqa: UP007
+            options = tyro.cli(every, prog="isopos", args=arguments, description=DESCRIPTION)
+        else:
+            name, *rest = arguments
+            expect("command", name, COMMANDS)
+            module, more = _module(name), {}
+            if hasattr(module, "default"):
                 more["default"] = module.default(arguments)  # the task or recipe on the command line adds its options
-            kinds.append(Annotated[module.Options, tyro.conf.subcommand(name, **more)])
-        choice: Any = Union[tuple(kinds)]  # noqa: UP007
-        options = tyro.cli(choice, prog="isopos", args=arguments, description=DESCRIPTION)
+            options = tyro.cli(module.Options, prog=f"isopos {name}", args=rest, **more)
         console = Console(width=None if sys.stdout.isatty() else 150)
         signals.raise_pending()
         return sys.modules[type(options).__module__].run(options, console)
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"isopos.lab.commands.{command}")
 
 
 class _Output:

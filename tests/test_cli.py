@@ -1,4 +1,5 @@
 import errno
+import shutil
 import subprocess
 import sys
 
@@ -89,6 +90,33 @@ def test_a_misspelt_field_of_a_recipe_is_answered_with_its_name(isopos):
     assert (code, out) == (2, "")
     assert "--stepz" in err
     assert "--steps INT" in err
+    assert "isopos compare" not in err  # no options of other commands
+
+
+def test_a_misspelt_command_is_answered_by_one_line(isopos):
+    code, _, err = isopos("compre")
+    assert code == 2
+    assert err.startswith("isopos: command: expected one of compare, table, ")
+    assert err.endswith("got 'compre'; did you mean compare?\n")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_a_run_resumes_with_its_own_options(isopos, tmp_path, tokenizer):
+    (tmp_path / "text.txt").write_text("a b c d e f g\n" * 400)
+    sizes = ("--length=16", "--layers=1", "--model-dim=8", "--heads=2", "--validation-tokens=64", "--batch=2")
+    run = ("train", "quickstart", "--data=text.txt", f"--tokenizer={tokenizer}", "--scheme=permuteformer", *sizes)
+    assert isopos(*run, "--device=cpu", "--steps=4", "--save-every=2", "--name=a")[0] == 0
+    metrics = (tmp_path / "runs/a/metrics.jsonl").read_text()
+    weights = (tmp_path / "runs/a/model.safetensors").read_bytes()
+    for name in ("result.json", "model.safetensors"):
+        (tmp_path / "runs/a" / name).unlink()
+    shutil.rmtree(tmp_path / "runs/a/checkpoints/step-00000004")
+    code, _, err = isopos("train", "--resume", "--name=a", "--scheme=rope", "--steps=5")
+    assert (code, "scheme was 'permuteformer', is 'rope'; steps was 4, is 5" in err) == (2, True), err
+    assert "scheme was 'permuteformer', is 'rope'" in isopos("train", "--scale=tiny", "--resume", "--name=a")[2]
+    assert isopos("train", "--name=a", "--resume")[0] == 0
+    assert (tmp_path / "runs/a/metrics.jsonl").read_text().count("\n") == metrics.count("\n")
+    assert (tmp_path / "runs/a/model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.parametrize("arguments", [["show", "rope"], ["check", "rope"], ["bench"]])

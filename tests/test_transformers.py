@@ -564,6 +564,8 @@ def test_what_encoders_refuse(hf):
         assert everything(model) == before
     with pytest.raises(ValueError, match=r"model: expected BERT as an encoder, got is_decoder=True"):
         patch(encoder(hf, "Bert", is_decoder=True), rope())
+    with pytest.raises(ValueError, match=r"scheme: expected attention='softmax', since"):
+        patch(encoder(hf, "Bert", is_decoder=True), isopos.rope(8))
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def _added(owner: Any, name: str, table: Any, config: Any, scheme: Scheme, windo
 
 def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
     """Changes of BERT and its like, whose embeddings are a separate module."""
+    _check(scheme, head_dim(config), head_counts(config), class_tokens=1)
     if getattr(config, "is_decoder", False):
         raise ValueError("model: expected BERT as an encoder, got is_decoder=True")
     embeddings = part.embeddings
@@ -207,7 +208,6 @@ def _encoder(part: Any, config: Any, scheme: Scheme) -> Changes:
         raise ValueError(
             f"model: expected embeddings.position_embeddings and an encoder, as BERT has, got {type(part).__name__}"
         )
-    _check(scheme, head_dim(config), head_counts(config), class_tokens=1)
     _check_embedding(scheme, config.hidden_size)
     zeros = Change(embeddings, "position_embeddings", AddedPositions(scheme, embeddings.position_embeddings.weight))
     result: Changes = [zeros, Hook(embeddings, of_words)]
@@ -309,7 +309,10 @@ def _check(
     encoding, group = scheme.encoding, scheme.group
     linear = linear and scheme.attention == "linear"
     if scheme.attention != "softmax" and not linear:
-        raise ValueError("scheme: expected attention='softmax', which the model has, got linear; build it with that option")
+        raise ValueError(
+            "scheme: expected attention='softmax', since linear attention can replace only the attention of a decoder, whose "
+            "queries see all earlier keys, got linear"
+        )
     if scheme.phases and not linear:
         raise ValueError(
             "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "

@@ -24,7 +24,8 @@ def _recipes() -> str:
 class Options:
     """Train a run in runs/NAME from a recipe, whose fields are the options below.
 
-    Ctrl-C and SIGTERM write a checkpoint; --resume continues from the last one.
+    Ctrl-C and SIGTERM write a checkpoint; --resume continues from the last one: with the same options, or, without a recipe
+    and a scale, with those of the run.
     """
 
     recipe: Annotated[
@@ -41,16 +42,22 @@ class Options:
 @dataclass(frozen=True)
 class _Chosen:
     scale: str = ""
+    name: str = ""
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 def default(arguments: Sequence[str]) -> Options:
-    """Default options of the recipe and the scale that a command line names."""
-    chosen = parse_known(_Chosen, arguments).scale
-    recipe = arguments[1] if len(arguments) > 1 and not arguments[1].startswith("-") else Options.recipe
-    scale: Any = chosen if chosen in SCALES else Options.scale
-    if chosen and recipe not in RECIPES:
+    """Default options of the recipe and the scale that a command line names, or of the run that it resumes without them."""
+    chosen = parse_known(_Chosen, arguments)
+    named = len(arguments) > 1 and not arguments[1].startswith("-")
+    recipe = arguments[1] if named else Options.recipe
+    scale: Any = chosen.scale if chosen.scale in SCALES else Options.scale
+    if chosen.scale and recipe not in RECIPES:
         raise ValueError(f"scale: expected none for a task, which has one recipe, got one for {recipe}")
-    change = preset(recipe, scale)
+    if chosen.resume and not named and not chosen.scale:
+        change = read_recipe(run_folder(chosen.name or recipe))
+    else:
+        change = preset(recipe, scale)
     change.check_names(Options.__dataclass_fields__)
     return Options(recipe, scale, change=change, named=recipe)
 
@@ -76,7 +83,8 @@ def run(options: Options, console: Console) -> int:
         start = recipe.task.origin(recipe)
         if start is not None and start.resolve() == folder.resolve():
             raise ValueError(f"start: expected another run than {folder}, which is replaced; choose another --name")
-    data = recipe.task.load(recipe, console)
+    saved = resume and (folder / "data.json").exists()
+    data = recipe.task.load(recipe, console, run=folder if saved else None)
     recipe = data.infer(recipe)
     training.check_memory(recipe)
     grids.say(console, f"data: {data.name}, {data.summary}")

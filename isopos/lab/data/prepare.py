@@ -53,11 +53,12 @@ def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str
 
 
 def check_tokenizer(tokenizer: str | Tokenizer, vocabulary: int | None) -> None:
-    """Raise a ValueError for an unknown kind of tokenizer, or for a size with a tokenizer that determines it."""
+    """Raise a ValueError for an unknown kind of tokenizer, or for another size than that of a tokenizer that determines it."""
     if isinstance(tokenizer, str):
         expect("tokenizer", tokenizer, KINDS)
-    if vocabulary is not None and tokenizer not in KINDS[1:]:
-        raise ValueError(f"vocabulary: expected none with {tokenizer}, which has a fixed one, got {vocabulary}")
+    fixed = Bytes.size if tokenizer == "bytes" else getattr(tokenizer, "size", None)
+    if fixed and vocabulary not in (None, fixed):
+        raise ValueError(f"vocabulary: expected none with {tokenizer}, which has {fixed}, got {vocabulary}")
 
 
 def cached_survey(source: Source, root: Path, progressing: OnProgress, raw: bool = False) -> Surveyed:
