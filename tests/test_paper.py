@@ -303,3 +303,30 @@ def test_notes_name_the_chosen_learning_rates_and_their_effect_on_the_order(tmp_
     _, said = paper.write(table, tmp_path)
     assert "Rates: 1 for Base; 2 for Grid." in said
     assert "Later" not in json.loads((tmp_path / "figures.json").read_text())["end"]
+
+
+def test_a_run_whose_start_diverged_has_a_reason(tmp_path):
+    corpora = '[corpora.text]\nsource = ""\n[corpora.next]\nsource = ""\nstart = "text"\n'
+    columns = [
+        f'[[columns]]\ntitle = "{title}"\ncorpus = "{corpus}"\n' for title, corpus in (("first", "text"), ("then", "next"))
+    ]
+    rows = [f'[[rows]]\nname = "{name}"\nscheme = "{scheme}"\n' for name, scheme in (("Base", "none"), ("Rope", "rope"))]
+    head = 'title = "Toy"\ncitation = "a toy"\nrecipe = "quickstart"\nbaseline = "Base"\n'
+    scales = "".join(f"[{kind}.{name}]\n" for kind in ("scales", "start_scales") for name in ("paper", "small", "tiny"))
+    (tmp_path / "toy.toml").write_text(head + corpora + "".join((*columns, *rows)) + scales)
+    about = {"table": "toy", "scale": "small", "commands": ["isopos table toy"], "seeds": 1, "machine": "one"}
+    (tmp_path / "about.json").write_text(json.dumps(about | {"corpora": {"text": "a text", "next": "a text"}}))
+    for title, corpus, scheme, status in (
+        ("first", "text", "none", "finished"),
+        ("first", "text", "rope", "diverged at step 3"),
+        ("then", "next", "none", "finished"),
+    ):
+        cell = tmp_path / "cells" / paper.cell_name(corpus, scheme, 0)
+        cell.mkdir(parents=True)
+        found = {title: {"value": 2.0, "split": "validation", "reason": ""}} if status == "finished" else {}
+        (cell / "scores.json").write_text(json.dumps({"status": status, "columns": found, "seconds": 1.0}))
+        (cell / "metrics.jsonl").write_text(json.dumps({"step": 1, "validation": 2.0}) + "\n")
+    _, said = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
+    assert "Rope, first: diverged at step 3." in said
+    assert "Rope, then: the run that it starts from diverged at step 3." in said
+    assert not any(text.startswith("Missing") for text in said)

@@ -27,7 +27,7 @@ from isopos.lab.commands.spreading import do_jobs
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
-from isopos.lab.reports.rates import best_rate
+from isopos.lab.reports.rates import best_rate, start_cell
 from isopos.lab.runs import cluster, signals
 from isopos.lab.runs.files import write_json
 from isopos.lab.runs.folders import check_same_recipe, data_fingerprint, read_recipe, run_folder
@@ -266,21 +266,14 @@ def _load(table: PaperTable, recipes: Mapping[str, Recipe], console: Console) ->
 
 def _cells(folder: Path, table: PaperTable, planned: Sequence[tuple[str, Recipe]], rates: Sequence[float]) -> list[Cell]:
     """The cells of planned runs. Of learning rates to try, seed 0 has all, and other seeds have the best one, once known."""
-
-    def best(corpus: str, scheme: str) -> float | None:
-        return best_rate(table, folder, corpus, scheme, rates) if rates else 1.0
-
     cells = []
     for corpus, recipe in planned:
-        data, seed = table.corpus(corpus), recipe.seed
-        start, tried = None, (rates or [1.0]) if seed == 0 else [best(corpus, recipe.scheme)]
-        if data and data.start:
-            before = table.start_scheme(data, recipe.scheme)
-            rate = best(data.start, before)
-            if rate is None:
-                continue
-            start = folder / "cells" / cell_name(data.start, before, seed, rate)
-        cells += [_cell(folder, table, corpus, recipe, rate, start) for rate in tried if rate is not None]
+        data, scheme, seed = table.corpus(corpus), recipe.scheme, recipe.seed
+        best = best_rate(table, folder, corpus, scheme, rates) if rates and seed else 1.0
+        start = start_cell(table, folder, corpus, scheme, seed, rates)
+        if start or not (data and data.start):
+            tried = rates if rates and seed == 0 else [best]
+            cells += [_cell(folder, table, corpus, recipe, rate, start) for rate in tried if rate is not None]
     return cells
 
 

@@ -108,15 +108,20 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
     values: dict[str, dict[int, float]] = {column.title: {} for column in table.columns}
     curves: dict[str, dict[int, dict[int, float]]] = {name: {} for name in about["corpora"]}
     reasons, stand_in, tried = {}, False, about["rates"]
-    for corpus in about["corpora"] if row.scheme else ():
+    for corpus in (name for name in about["corpora"] if row.scheme and row.on(name)):
         rate = rates.best_rate(table, folder, corpus, row.on(corpus), tried) if tried else 1.0
-        for seed in range(about["seeds"] if rate else 0):
+        columns = [column for column in table.columns if column.corpus == corpus]
+        for seed in range(about["seeds"]):
+            start = rates.start_cell(table, folder, corpus, row.on(corpus), seed, tried)
+            if start and (start / SCORES).exists() and (ended := read_scores(start)["status"]) != "finished":
+                curves[corpus][seed] = {}
+                reasons |= {column.title: f"the run that it starts from {ended}" for column in columns}
             cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed, rate or 1.0)
-            if not (cell / SCORES).exists():
+            if not rate or not (cell / SCORES).exists():
                 continue
             scores, curve = read_scores(cell), rates.validations(cell)
             curves[corpus][seed] = curve
-            for column in (column for column in table.columns if column.corpus == corpus):
+            for column in columns:
                 scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
                 stand_in |= scored.get("split", column.split) != column.split
                 if scored["value"] is None:

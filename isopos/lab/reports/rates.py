@@ -35,6 +35,21 @@ def best_rate(table: PaperTable, folder: Path, corpus: str, scheme: str, rates: 
     return min(ends, key=lambda rate: ends[rate], default=rates[0])
 
 
+def start_cell(table: PaperTable, folder: Path, corpus: str, scheme: str, seed: int, rates: Sequence[float]) -> Path | None:
+    """The folder of the run that a run starts from; None if it starts from random weights, or the rate is not chosen yet.
+
+    Args:
+        table, folder, corpus, scheme, rates: As in `best_rate`, of the run that starts.
+        seed: Its seed.
+    """
+    data = table.corpus(corpus)
+    if data is None or not data.start:
+        return None
+    before = table.start_scheme(data, scheme)
+    rate = best_rate(table, folder, data.start, before, rates) if rates else 1.0
+    return None if rate is None else folder / "cells" / cell_name(data.start, before, seed, rate)
+
+
 def notes(table: PaperTable, folder: Path, corpora: Sequence[str], rates: Sequence[float]) -> Iterator[str]:
     """Sentences on the chosen rates; none if none were tried."""
     if rates:
