@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,13 +124,16 @@ def test_a_view_is_scored_or_says_why_not():
     assert rows[2].reason == "length: expected at most 30, for which the scheme has positions, got 48"
     reason = data.score(made(), Recipe(), View(multiple=16)).reason
     assert reason == "length: expected less than the 100 tokens of validation, got 192; use more text or a shorter window"
+    reason = data.score(made(), Recipe(), View(multiple=4, limit=40)).reason
+    assert reason.startswith("length: expected at most the 40 tokens of validation that are scored, of 100, got 48; ")
+    assert "eval --limit" in reason
 
 
 def test_bad_calls():
     model, text = made(), corpus()
     for arguments, message in (
         ({"length": 100}, "length: expected less than the 100 tokens of validation, got 100"),
-        ({"length": 50, "limit": 20}, "length: expected less than the 21 tokens"),
+        ({"length": 50, "limit": 20}, "length: expected at most the 20 tokens"),
         ({"length": 0}, "length: expected positive numbers of tokens"),
         ({"length": 8, "scored": 9}, "scored: expected 1 to the 8"),
         ({"length": 8, "split": "dev"}, "split: expected one of train, validation, test"),
@@ -199,6 +204,22 @@ def test_a_run_is_scored_with_extended_frequencies(isopos, tmp_path):
         code, _, err = isopos("eval", "runs/one", f"--extend={wrong}")
         assert (code, err.startswith(f"isopos: {message}")) == (2, True), err
     assert len(json.loads((run / "eval.json").read_text())) == 3, "what is refused leaves no figures"
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_is_scored(isopos, tmp_path, monkeypatch):
+    """Nothing is written, not even a lock. Root may write anywhere, so that the answer of the system is replaced."""
+    assert isopos("train", "quickstart", *TINY, "--name=one")[0] == 0
+    run = tmp_path / "runs" / "one"
+    (tmp_path / "runs" / ".one.lock").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to("runs") or mode != os.W_OK)
+        code, out, err = isopos("eval", "runs/one")
+    assert (code, err) == (0, "")
+    assert "not added to runs/one/eval.json, since the folder cannot be written" in " ".join(out.split())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert isopos("eval", "runs/one")[0] == 0
+    assert figures(run)["figures"]
 
 
 def test_schemes_that_do_not_rotate_are_not_extended(isopos):

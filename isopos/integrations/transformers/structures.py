@@ -310,7 +310,7 @@ def _check(
     linear = linear and scheme.attention == "linear"
     if scheme.attention != "softmax" and not linear:
         raise ValueError(
-            "scheme: expected attention='softmax', since linear attention can replace only the attention of a decoder, whose "
+            "scheme: expected attention='softmax', since linear attention replaces only the attention of a decoder, whose "
             "queries see all earlier keys, got linear"
         )
     if scheme.phases and not linear:

@@ -1,5 +1,6 @@
 """`isopos eval`: score the weights of a run again."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from isopos.spec import read
 
 @dataclass(frozen=True)
 class Options:
-    """Score the weights of a run, or the last checkpoint of an unfinished one; append the figures to its eval.json."""
+    """Score the weights of a run, or the last checkpoint of an unfinished one; append the figures to its eval.json.
+
+    In a folder that cannot be written they are printed only.
+    """
 
     run: Annotated[str, tyro.conf.Positional]  # Folder of one run: runs/NAME.
     split: str = "validation"  # Held-out data: validation, or test if there is one.
@@ -79,7 +83,7 @@ def _member(rank: int, device: str, options: Options, console: Console | None = 
         from isopos.lab.training.group import group_by_keys
 
         over = model.over(group_by_keys(dist.group.WORLD, options.sequence_keys))
-    with locked(folder) if rank == 0 else nullcontext(), over:
+    with locked(folder) if rank == 0 and _writable(folder) else nullcontext(), over:
         return _score(options, console, folder, recipe, model)
 
 
@@ -114,13 +118,16 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         figures[str(view.multiple)] = dict(scored.figures) or None
     if console.quiet:
         return 0
-    path = folder / "eval.json"
-    earlier = read_json(path, list[dict], "remove it, and the figures are written again") if path.exists() else []
     entry: dict[str, Any] = {"weights": source, "step": step}
     entry |= {name: value for name, value in asdict(views[0]).items() if name != "multiple"}
     entry |= {"extend": options.extend} if options.extend else {}
     entry |= {"data": data.sha256} if other else {}
-    write_json(path, [*earlier, entry | {"figures": figures}])  # before printing, which may fail
+    if _writable(folder):
+        path = folder / "eval.json"
+        earlier = read_json(path, list[dict], "remove it, and the figures are written again") if path.exists() else []
+        write_json(path, [*earlier, entry | {"figures": figures}])  # before printing, which may fail
+    else:
+        grids.warn(console, f"not added to {folder / 'eval.json'}, since the folder cannot be written")
     choices = "".join(f", {name} {value}" for name, value in views[0].own)
     choices += f", extended by {options.extend}" if options.extend else ""
     choices += ", not the data of training" * other
@@ -130,6 +137,11 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     if reasons and (options.length or len(reasons) == len(rows)):
         raise ValueError(reasons[0])
     return 0
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a run and the place of its lock can be written; else no process of this user changes it."""
+    return os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK)
 
 
 def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> tuple[Data, bool]:

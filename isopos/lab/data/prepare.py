@@ -53,7 +53,7 @@ def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str
 
 
 def check_tokenizer(tokenizer: str | Tokenizer, vocabulary: int | None) -> None:
-    """Raise a ValueError for an unknown kind of tokenizer, or for another size than that of a tokenizer that determines it."""
+    """Raise a ValueError for an unknown kind of tokenizer, or for a size other than that of a tokenizer that has one."""
     if isinstance(tokenizer, str):
         expect("tokenizer", tokenizer, KINDS)
     fixed = Bytes.size if tokenizer == "bytes" else getattr(tokenizer, "size", None)

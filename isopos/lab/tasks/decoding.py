@@ -72,9 +72,13 @@ def unscorable(model: Any, corpus: Corpus, length: int, split: str = "validation
     longest, tokens = model.scheme.max_length, len(corpus.split(split))
     if longest is not None and length > longest:
         return f"length: expected at most {longest}, for which the scheme has positions, got {length}"
-    within = tokens if limit is None else min(tokens, limit + 1)
-    if within <= length:
-        return f"length: expected less than the {within} tokens of {split}, got {length}; use more text or a shorter window"
+    if tokens <= length:
+        return f"length: expected less than the {tokens} tokens of {split}, got {length}; use more text or a shorter window"
+    if limit is not None and limit < length:
+        return (
+            f"length: expected at most the {limit} tokens of {split} that are scored, of {tokens}, got {length}; score more "
+            "(eval --limit, train --validation-tokens) or use a shorter window"
+        )
     return ""
 
 
