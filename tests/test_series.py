@@ -166,6 +166,8 @@ def test_what_is_no_series_is_refused(tmp_path):
         read_series(written(tmp_path, "a,b\n2024-01-01,\n"))
     with pytest.raises(ValueError, match=r"^values: expected columns besides the times, a, got a, b$"):
         read_series(written(tmp_path, "a,b\n2024-01-01,1\n"), values=("a",))
+    with pytest.raises(ValueError, match=r"^values: expected columns besides .*; separate columns by commas and decimals"):
+        read_series(written(tmp_path, "a;b\n2024-01-01;1,5\n"))
     with pytest.raises(ValueError, match=r"^unit: "):
         read_series(written(tmp_path, "1,2\n"), unit="years")
     for time, values in (("c", ()), ("a", ("c",))):

@@ -145,6 +145,11 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        (
+            "a.csv",
+            "text;label\nx;1\n",
+            r"expected a column text, got text;label; separate columns by commas and decimals by",
+        ),
         ("a.csv", "text,class\nx,1\n", r"line 1: expected a column label, got text, class; name those to use, by"),
         ("a.csv", "text,label\nx,\n", r"line 2: expected a label, got none; repair or remove the line"),
         ("a.csv", "text,label\nx,1\n  ,1\n", r"line 3: text: expected a text, got an empty one; repair"),

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from isopos.catalog import expect
-from isopos.lab.data.sources import column_index, find_source, lines_of, row_error, table_cells
+from isopos.lab.data.sources import column_index, find_source, lines_of, row_error, separators, table_cells
 from isopos.times import seconds_since_1970
 
 UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
@@ -90,7 +90,9 @@ def _read(
             at = column_index(name, titles, time) if time else 0
             columns = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
             if at in columns or not columns:
-                raise ValueError(f"values: expected columns besides the times, {titles[at]}, got {', '.join(titles)}")
+                remedy = f"; {text}" if (text := separators(titles)) else ""
+                got = ", ".join(titles)
+                raise ValueError(f"values: expected columns besides the times, {titles[at]}, got {got}{remedy}")
             if bare is None:
                 continue
         moment = _moment(cells[at], unit, first)

@@ -197,11 +197,15 @@ def column_index(name: str, titles: Sequence[str], wanted: str) -> int:
     """The index of a column; ValueError if the file does not have it."""
     if wanted not in titles:
         some = ", ".join(title[:40] for title in titles[:20])
-        raise ValueError(
-            f"data: {name}, line 1: expected a column {wanted}, got {some}; name those to use, by numbers from 1 on where "
-            "the first line has no names"
-        )
+        remedy = "name those to use, by numbers from 1 on where the first line has no names"
+        raise ValueError(f"data: {name}, line 1: expected a column {wanted}, got {some}; {separators(titles) or remedy}")
     return titles.index(wanted)
+
+
+def separators(titles: Sequence[str]) -> str:
+    """The remedy for a first line that separates columns by semicolons, which this reads as one column; else empty."""
+    semicolons = len(titles) == 1 and ";" in titles[0]
+    return "separate columns by commas and decimals by points, not by semicolons and commas" if semicolons else ""
 
 
 def _normal(blocks: Iterable[bytes]) -> Iterator[bytes]:
