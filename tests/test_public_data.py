@@ -69,6 +69,10 @@ def test_fashion_mnist_keeps_pixels_classes_and_splits(tmp_path):
     assert (len(loaded.splits["test"]), sum(map(len, loaded.splits.values()))) == (20, 60)
     of_test = {(loaded.pixels[row].tobytes(), int(loaded.labels[row])) for row in loaded.splits["test"]}
     assert of_test == {(image.tobytes(), label) for image, label in zip(pixels[40:], labels[40:].tolist(), strict=True)}
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(FileNotFoundError):
+        public_data.main("fashion", str(tmp_path), str(tmp_path / "none"))
+    assert not list((tmp_path / "none").iterdir())
 
 
 PACKAGES = """Package: b-game

@@ -120,14 +120,15 @@ def write_trees(name: str, trees: Iterable[str], folder: Path) -> None:
 
 def write_images(source: Path, folder: Path) -> None:
     """Fashion-MNIST's images as split/class/number.png, with classes 0 to 9."""
+    splits = {}
+    for split, name in SPLITS.items():
+        pixels = gzip.decompress((source / f"{name}-images-idx3-ubyte.gz").read_bytes())[16:]  # after the header
+        labels = gzip.decompress((source / f"{name}-labels-idx1-ubyte.gz").read_bytes())[8:]
+        if len(pixels) != len(labels) * SIDE**2:
+            raise ValueError(f"{name}: expected images of {SIDE}x{SIDE} pixels, got {len(pixels)} bytes of {len(labels)}")
+        splits[split] = pixels, labels
     with zipfile.ZipFile(folder / "fashion-mnist.zip", "w") as archive:
-        for split, name in SPLITS.items():
-            pixels = gzip.decompress((source / f"{name}-images-idx3-ubyte.gz").read_bytes())[16:]  # after the header
-            labels = gzip.decompress((source / f"{name}-labels-idx1-ubyte.gz").read_bytes())[8:]
-            if len(pixels) != len(labels) * SIDE**2:
-                raise ValueError(
-                    f"{name}: expected images of {SIDE}x{SIDE} pixels, got {len(pixels)} bytes of {len(labels)}"
-                )
+        for split, (pixels, labels) in splits.items():
             for number, label in enumerate(labels):
                 image, png = pixels[number * SIDE**2 : (number + 1) * SIDE**2], io.BytesIO()
                 Image.frombytes("L", (SIDE, SIDE), image).save(png, "png")
