@@ -226,3 +226,14 @@ def test_schemes_that_do_not_rotate_are_not_extended(isopos):
     assert isopos("train", "quickstart", *TINY, "--scheme=permuteformer", "--name=one")[0] == 0
     code, _, err = isopos("eval", "runs/one", "--extend=linear")
     assert (code, "extend: expected a scheme that rotates by frequencies" in err) == (2, True), err
+
+
+def test_processes_divide_the_windows_that_are_scored(isopos, monkeypatch):
+    """Windows of 3 and 6 times 32 tokens, but not all of 1, 2 and 4 times, have a third for each of three processes."""
+    assert isopos("train", "quickstart", *TINY, "--name=one")[0] == 0
+    counts = []
+    monkeypatch.setattr("isopos.lab.training.group.run_in_group", lambda count, *arguments: counts.append(count))
+    assert isopos("eval", "runs/one", "--sequence-parallel=3", "--length", "3", "6") == (0, "", "")
+    code, _, err = isopos("eval", "runs/one", "--sequence-parallel=3")
+    assert (code, err) == (2, "isopos: length: expected a multiple of sequence_parallel = 3, got 32\n")
+    assert counts == [3]

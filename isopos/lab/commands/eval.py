@@ -1,5 +1,6 @@
 """`isopos eval`: score the weights of a run again."""
 
+import math
 import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -61,10 +62,16 @@ def run(options: Options, console: Console) -> int:
     if count == 1:
         return _member(0, device, options, console)
     recipe = recipe.edit(sequence_parallel=count, devices=count, nodes=1, accumulate=1, sequence_keys=keys)
-    recipe.check()
+    _scaled(recipe, math.gcd(*(view.multiple for view in _views(options, recipe.task)))).check()
     check_over(recipe)
     run_in_group(count, device, _member, options)
     return 0
+
+
+def _scaled(recipe: Recipe, multiple: int) -> Recipe:
+    """The recipe with the length that shards divide times a factor, if it has such a field."""
+    name = recipe.task.in_shards
+    return recipe.edit(**{name: multiple * getattr(recipe.task, name)}) if isinstance(name, str) else recipe
 
 
 def _member(rank: int, device: str, options: Options, console: Console | None = None) -> int:
