@@ -54,8 +54,8 @@ class RowResults:
         return self.table_row.name
 
 
-def differences(paper: Recipe, ours: Recipe) -> str:
-    """Describe how a recipe differs from the paper's, in one sentence.
+def differences(paper: Recipe, ours: Recipe, source: str = "paper") -> str:
+    """Describe how a recipe differs from the paper's, or from that of another source, in one sentence.
 
     Examples:
         >>> differences(Recipe().edit(steps=50_000), Recipe())
@@ -64,9 +64,9 @@ def differences(paper: Recipe, ours: Recipe) -> str:
     theirs, values = paper.as_dict(), ours.as_dict()
     changed = [name for name in values if name not in IGNORED and theirs[name] != values[name]]
     texts = [
-        f"{name.replace('_', ' ')} {_value(name, values[name])} (paper: {_value(name, theirs[name])})" for name in changed
+        f"{name.replace('_', ' ')} {_value(name, values[name])} ({source}: {_value(name, theirs[name])})" for name in changed
     ]
-    return "; ".join(texts) + "." if texts else "The recipe is the paper's."
+    return "; ".join(texts) + "." if texts else f"The recipe is the {source}'s."
 
 
 def _value(name: str, value: Any) -> str:
@@ -285,9 +285,10 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
     pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
+    source = "paper" if any(row.table_row.figures for row in rows) else "scale paper"
     by_difference: dict[str, list[str]] = {}
     for corpus, (original, ours) in zip(chosen, pairs, strict=True):
-        by_difference.setdefault(differences(original, ours), []).append(corpus.name if corpus else "")
+        by_difference.setdefault(differences(original, ours, source), []).append(corpus.name if corpus else "")
     for text, names in by_difference.items():
         listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         yield f"Scale{f' of {listed}' if len(pairs) > 1 else ''}: {text}"
@@ -301,7 +302,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
             kinds = [f" ({r.task.tokenizer})" if isinstance(r.task, TextTask) else "" for r in (original, ours)]
             counts = [f"{n:,.1f} million" if n >= 0.1 else f"{n:.2g} million" for n in (paper, seen)]
             paper, seen = (f"{count} {ours.task.unit}{kind}" for count, kind in zip(counts, kinds, strict=True))
-            yield f"{model} sees {seen}, the paper's {paper}."
+            yield f"{model} sees {seen}, the {source}'s {paper}."
         figures = [
             (table.recipe_at(about["scale"], table.corpus(column.corpus)).task.figure(metric.figure), metric.better)
             for column, metric in zip(table.columns, map(table.metric, table.columns), strict=True)
