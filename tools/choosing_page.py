@@ -22,7 +22,7 @@ __all__ = ["answers", "content", "overview", "questions"]
 OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
 SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
-PATCHED = ("newer-patched-shakespeare",)
+PATCHED = ("newer-patched", "newer-patched-shakespeare", "newer-patched-wikitext2")
 PHOTOGRAPHS = ("newer-scenes-cifar10", "newer-scenes-tiny-imagenet")
 SERIES = ("newer-series", "newer-series-elecdemand", "newer-series-weather")
 MASKED = ("lrpe-1", "lrpe-1-shakespeare", "lrpe-1-novels")
