@@ -1,8 +1,9 @@
-"""How much of the loss comes back after conversion to linear attention, by tokens, against training from scratch.
+"""The loss after conversion to linear attention, by tokens, against softmax attention and against training from scratch.
 
 A small Llama of bytes is trained with softmax attention for each seed. `isopos convert` converts it, a fifth of its tokens
 for attention transfer and the rest on the next token. The same command trains models of random weights with the same linear
-attention on as many tokens. Batches of one seed are the same, so differences are paired.
+attention on as many tokens, and trains the model on with softmax attention. Batches of one seed are the same, so
+differences are paired.
 
     python -m benchmarks.conversion --data TEXT --folder FOLDER
 
@@ -27,7 +28,7 @@ from isopos.lab.reports.intervals import Difference
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 LENGTH, BATCH, SCORED = 128, 8, 8192
-RATE, TRANSFER_RATE = 3e-3, 3e-3  # peak learning rates of softmax attention, and of attention transfer
+RATE, TRANSFER_RATE = 3e-3, 3e-3  # peak learning rates of softmax attention, also trained on, and of attention transfer
 TUNING_RATE = 6e-3  # on the next token, converted or from scratch: better for both than 3e-3, on seed 9 of a larger model
 SHARE = 5  # the transfer has one step of so many
 BASE_STEPS, STEPS, SEEDS = 300, (30, 90), (0, 1, 2)
@@ -47,27 +48,38 @@ def fresh(seed: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None))
 
 
-def original(folder: Path, corpus: Corpus, seed: int, steps: int) -> Path:
-    """The folder of a model that was trained with softmax attention; with 0 steps, of one with random weights."""
-    path = folder / f"seed{seed}" / (f"softmax-{steps}" if steps else "random")
+def original(folder: Path, corpus: Corpus, seed: int, steps: int, more: int = 0) -> Path:
+    """The folder of a model with softmax attention after `steps` updates from random weights, and `more` further ones."""
+    path = folder / f"seed{seed}" / ((f"softmax-{steps}" if steps else "random") + f"-{more}" * bool(more))
     if path.exists():
         return path
-    model = fresh(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    if more:
+        from isopos.lab.tasks.conversion import read_model
+
+        # on the batches of conversion's stage of the next token
+        model = train(read_model(original(folder, corpus, seed, steps)), corpus, 2 * seed + 1, more, RATE)
+    else:
+        model = train(fresh(seed), corpus, 1_000_003 + seed, steps, RATE)  # other batches than those of conversion
+    part = path.with_name(f".{path.name}.new")
+    model.save_pretrained(part)
+    part.rename(path)
+    return path
+
+
+def train(model: Any, corpus: Corpus, seed: int, steps: int, rate: float) -> Any:
+    """Train a model on the next token, with a linear warmup and a cosine; returns it."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=rate, weight_decay=0.01)
     for step in range(1, steps + 1):
         warm = steps // 10
         left = 0.5 + 0.5 * math.cos(math.pi * (step - 1 - warm) / (steps - warm))
-        optimizer.param_groups[0]["lr"] = RATE * (step / warm if step <= warm else left)
-        tokens, targets = corpus.batch(1_000_003 + seed, step, BATCH, LENGTH)  # others than those of conversion
+        optimizer.param_groups[0]["lr"] = rate * (step / warm if step <= warm else left)
+        tokens, targets = corpus.batch(seed, step, BATCH, LENGTH)
         loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    part = path.with_name(f".{path.name}.new")
-    model.save_pretrained(part)
-    part.rename(path)
-    return path
+    return model
 
 
 @torch.no_grad()
@@ -113,10 +125,11 @@ def measure(folder: Path, corpus: Corpus, data: str, name: str, seed: int) -> di
     from isopos.lab.tasks.conversion import read_model
 
     trained, untrained = (original(folder, corpus, seed, steps) for steps in (BASE_STEPS, 0))
-    found = {"softmax": bits(read_model(trained).eval(), corpus), "converted": {}, "scratch": {}}
+    found = {"softmax": {0: bits(read_model(trained).eval(), corpus)}, "converted": {}, "scratch": {}}
     found["converted"][0] = bits(swapped(trained, *SCHEMES[name]).eval(), corpus)
     for steps in STEPS:
-        tokens = steps * BATCH * LENGTH
+        tokens, more = steps * BATCH * LENGTH, original(folder, corpus, seed, BASE_STEPS, steps)
+        found["softmax"][tokens] = bits(read_model(more).eval(), corpus)
         found["converted"][tokens] = cell(trained, name, steps, seed, data)
         found["scratch"][tokens] = cell(untrained, name, steps, seed, data, "scratch")
     return found
@@ -126,14 +139,16 @@ def rows(name: str, seeds: list[dict[str, Any]]) -> str:
     """The figures of a scheme as rows of a table."""
     lines = []
     for tokens in seeds[0]["converted"]:
-        own = [one["converted"][tokens] for one in seeds]
-        start = [one["converted"][0] for one in seeds]
-        back = Difference.paired([(a - b) / (a - one["softmax"]) for a, b, one in zip(start, own, seeds, strict=True)])
-        scratch = [one["scratch"][tokens] for one in seeds] if tokens else []
-        apart = Difference.paired([a - b for a, b in zip(own, scratch, strict=True)]).text("+.3f") if scratch else "-"
-        mean = f"{statistics.mean(scratch):.3f}" if scratch else "-"
-        share = back.text(".0%") if tokens else "0%"
-        lines.append(f"| {name} | {tokens:,} | {statistics.mean(own):.3f} | {mean} | {apart} | {share} |")
+        own, softmax = ([one[kind][tokens] for one in seeds] for kind in ("converted", "softmax"))
+        cells = [name, f"{tokens:,}", f"{statistics.mean(own):.3f}", f"{statistics.mean(softmax):.3f}"]
+        behind = Difference.paired([a - b for a, b in zip(own, softmax, strict=True)]).text("+.3f")
+        if tokens:
+            scratch = [one["scratch"][tokens] for one in seeds]
+            ahead = Difference.paired([a - b for a, b in zip(own, scratch, strict=True)]).text("+.3f")
+            cells += [f"{statistics.mean(scratch):.3f}", behind, ahead]
+        else:
+            cells += ["-", behind, "-"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -144,13 +159,13 @@ def main() -> None:
     parser.add_argument("--folder", required=True, help="folder for models and runs")
     options = parser.parse_args()
     corpus = load_corpus(options.data, LENGTH)
-    print("| attention | tokens | converted | from scratch | converted - from scratch | of the loss back |")
-    print("|---|---|---|---|---|---|")
+    print("| attention | tokens | converted | softmax | from scratch | converted - softmax | converted - from scratch |")
+    print("|---|---|---|---|---|---|---|")
     seeds: list[dict[str, Any]] = []
     for name in SCHEMES:
         seeds = [measure(Path(options.folder), corpus, options.data, name, seed) for seed in SEEDS]
         print(rows(name, seeds), flush=True)
-    base = [one["softmax"] for one in seeds]
+    base = [one["softmax"][0] for one in seeds]
     tokens = BASE_STEPS * BATCH * LENGTH
     print(f"\nsoftmax attention, {tokens:,} tokens: {statistics.mean(base):.3f}, deviation {statistics.stdev(base):.3f}")
 

@@ -97,7 +97,8 @@ def _run(options: Options, console: Console) -> int:
             if result.status != "finished":
                 return 1
     _write(last, runs / TUNING, Path(options.folder), new)
-    print(printable(str(new)))
+    if not console.quiet:
+        print(printable(str(new)))
     return 0
 
 
