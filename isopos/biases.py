@@ -80,7 +80,7 @@ class T5(RelativeBias):
         """Bucket of each offset, int64 of any shape; exact for every offset."""
         distance = offset.abs() if self.bidirectional else (-offset).clamp_min(0)
         after = (offset > 0) * self.one_way if self.bidirectional else 0
-        return torch.bucketize(distance, self.starts.to(offset.device), right=True) + after
+        return torch.bucketize(distance.contiguous(), self.starts.to(offset.device), right=True) + after
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:
         return (_offset_term(self.parameter.to(dtype), "none", x, y, self.bucket, self.starts),)
@@ -158,7 +158,7 @@ class DeBERTa(RelativeBias):
 
     def bucket(self, offset: Tensor) -> Tensor:
         """Row delta of each offset, int64 of any shape; exact for every offset."""
-        steps = torch.bucketize(offset.abs(), self.starts.to(offset.device), right=True)
+        steps = torch.bucketize(offset.abs().contiguous(), self.starts.to(offset.device), right=True)
         return (self.buckets - steps * offset.sign()).clamp(0, 2 * self.buckets - 1)
 
     def terms(self, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Term, ...]:

@@ -52,7 +52,7 @@ class Sinusoidal(Embedding):
         return cast_down(self.scale * torch.stack((angle.sin(), angle.cos()), -1).flatten(-2), dtype, x.device)
 
 
-class Learned(Embedding):
+class Learned(Embedding, ExactModule):
     """One learned vector for each position from 0 to length - 1 (Gehring et al. 2017).
 
     Args:

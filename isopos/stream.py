@@ -1,7 +1,7 @@
 """Streams of attention: a call takes the next token or chunk; each shape of call is checked once; sums are kept."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -245,7 +245,7 @@ class Stream:
         at = self._at(q, t, x, state)
         (rho_q, rho_k), decay = pair(at["isometry"]), at["decay"]
         decays = None if decay is None else (decay, decay)
-        if decays is not None and x is not None:
+        if decays is not None:
             check_order(decays, True, state["decay"])
         problem = replace(problem, q=q, k=k, v=v, rho_q=rho_q, rho_k=rho_k, decay=decays, g=decays, state=state)
         out, after = attended(replace(problem, before=state["decay"]), q.dtype)
@@ -265,8 +265,7 @@ class Stream:
         features = sums_of(replace(problem, rho_q=rho_q, rho_k=rho_k)).features
         if self._decay is not None:
             last = self._decay[..., self.length - self._rows.start, None]
-            if x is not None:
-                check_order((at["decay"],) * 2, True, last[..., 0])
+            check_order((at["decay"],) * 2, True, last[..., 0])
             self._decay = torch.cat((last, at["decay"].expand(*last.shape[:-1], -1)), -1)
             weights = self._decay.diff().exp().to(dtype).flatten(0, -2).T.contiguous()
         steps.look_ahead((features[0], features[1]), weights)
@@ -303,12 +302,26 @@ def _is_plannable(problem: LinearProblem) -> bool:
     return simple and not (problem.terms or problem.empty) and all(x is None for x in extras)
 
 
+@dataclass(frozen=True, eq=False)
+class _Evaluated:
+    """A scheme's arguments at positions x after those `before`."""
+
+    key: Any = None
+    x: Tensor | None = None  # referenced, so that no other tensor gets its id
+    before: Tensor | None = None
+    arguments: Arguments | None = None
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
 class Tables:
     """A scheme evaluated at the next positions, once for all streams that share these tables; safe with several threads."""
 
     def __init__(self, scheme: Scheme):
         self.scheme = scheme
-        self.cached: tuple[Any, Arguments | None, Tensor | None] = (None, None, None)  # key, arguments, positions
+        self.cached = _Evaluated()
 
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
@@ -318,13 +331,14 @@ class Tables:
         else:  # inference tensors have no version, so changes in place would go unnoticed
             versioned = isinstance(x, Tensor) and not x.is_inference()
             key = (id(x), x._version, *kind) if versioned else object()
-        cached_key, arguments, _ = self.cached
-        if arguments is None or cached_key != key:
+        found, before = self.cached, state["positions"]
+        if found.arguments is None or found.key != key or not _equal(found.before, before):
             x = _positions(rows, device) if x is None else x
-            start = State({name: tensor for name, tensor in state.tensors.items() if name == "positions"})
-            arguments = self.scheme.at(x, state=start, dtype=dtype)  # holds no layer's sums
-            self.cached = key, arguments, x  # one assignment, so that other threads see old or new tables
-        return arguments.of(state)
+            start = State({} if before is None else {"positions": before})  # holds no layer's sums
+            found = _Evaluated(key, x, before, self.scheme.at(x, state=start, dtype=dtype))
+            self.cached = found  # one assignment, so that other threads see old or new tables
+        assert found.arguments is not None
+        return found.arguments.of(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheme": self.scheme}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isopos.deprecation import renamed
-from isopos.exact import describe, offsets
+from isopos.exact import describe, offsets, to_float64
 from isopos.ops import clipped
 
 __all__ = ["Clipped", "DistanceKernel", "Indexed", "Numbers", "Offsets", "Term"]
@@ -123,7 +123,7 @@ class _OfPositions(Term, ABC):
 
     def offset(self, samples: int) -> PairFunction:
         """A function for the offset of one pair on a line."""
-        wide = (a if a.is_floating_point() else a.long() for a in (self.x, self.y))
+        wide = (to_float64(a) if a.is_floating_point() else a.long() for a in (self.x, self.y))
         queries, keys = (a[..., 0].expand(samples, -1) for a in wide)
         return lambda b, i, j: keys[b, j] - queries[b, i]
 
@@ -234,5 +234,10 @@ class Clipped(_OfPositions):
     def bucket(self, samples: int) -> PairFunction | None:
         if self.outside or self.x.shape[-1] > 1:
             return None
-        offset, reach = self.offset(samples), self.reach
-        return lambda b, i, j: offset(b, i, j).long().clamp(-reach, reach) + reach
+        offset, reach, real = self.offset(samples), self.reach, self.x.is_floating_point() or self.y.is_floating_point()
+
+        def bucket(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            nearest = (offset(b, i, j) + 0.5).floor() if real else offset(b, i, j)  # as in `clipped.buckets`
+            return nearest.clamp(-reach, reach).long() + reach
+
+        return bucket

@@ -68,6 +68,19 @@ def test_the_naive_definition_shares_heads(causal, heads):
     close(naive_linear_attention(q, k, v, **at, causal=causal), linear_attention(q, k, v, **at, causal=causal))
 
 
+@pytest.mark.parametrize("options", [{"isometry": isopos.encodings.Rotary(torch.rand(4, 1, 4))(isopos.sequence(5))}, {}])
+def test_phases_of_key_heads_and_others_of_query_heads_are_refused(options):
+    q, k, v = torch.randn(1, 4, 5, 8), *torch.randn(2, 1, 2, 5, 8)
+    if options:
+        options, said = options | {"phases": [isopos.phases.SelectiveRotation(8, 2, torch.rand(4))]}, "isometry"
+    else:
+        g = -torch.arange(5, dtype=torch.float64).expand(4, 5)
+        options, said = {"decay": g, "phases": [isopos.phases.ForgetGate(8, 2)]}, "decay"
+    for attention in (linear_attention, softmax_attention):
+        with pytest.raises(ValueError, match=f"^phases: expected 4 heads, those of q, as {said} has, got 2"):
+            attention(q, k, v, causal=True, **options)
+
+
 def test_samples_that_queries_lack_are_no_groups():
     """Keys have two samples and groups of two heads; the two axes must not be confused."""
     q, k, v = inputs(2, t=T, heads=2)

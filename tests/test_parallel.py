@@ -269,6 +269,52 @@ def test_decay_that_increases_between_shards_is_refused_by_all(causal):
     on_ranks(2, member)
 
 
+def test_windows_and_segments_are_checked_across_shards():
+    q, k, v = content(2, 1)
+
+    def member(group, rank):
+        g = torch.tensor([[50.0, 49], [51, 3], [4, 3]][rank], dtype=torch.float64).expand(2, 2)
+        with pytest.raises(ValueError, match="decay: expected log decays that do not increase from shard to shard"):
+            linear_attention(q, k, v, decay=g, causal=True, window=3, group=group)
+        with pytest.raises(ValueError, match=r"segment_ids: .* an id that returns in a later shard"):
+            linear_attention(q, k, v, segment_ids=torch.tensor([[0, 0], [1, 1], [0, 0]][rank]), causal=True, group=group)
+
+    on_ranks(3, member)
+
+
+@each("size", [2, 3])
+@each("causal", [True, False])
+def test_complex_denominators_of_shared_heads_and_samples(size, causal):
+    scheme = isopos.rope(4, 2, denominator="complex")
+    q, k, v = inputs(2, t=6, heads=6, d=4, e=4)
+    at = scheme.at(sequence(6), dtype=q.dtype)
+    for of_k in (k[:, :2], k[:1, :2], k[:, :2]):
+        of_v = v[:, :2] if of_k.shape[0] == 2 else v[0, :2]
+        whole = linear_attention(q, of_k, of_v, **at, causal=causal)
+
+        def member(group, rank, of_k=of_k, of_v=of_v):
+            own = [cut(a, group, -2) for a in (q, of_k, of_v)]
+            at = scheme.at(cut(sequence(6), group, 0), group=group, dtype=q.dtype)
+            return linear_attention(*own, **at, causal=causal)
+
+        torch.testing.assert_close(torch.cat(on_ranks(size, member), -2), whole, rtol=0, atol=1e-12)
+
+
+def test_streams_of_a_model_over_a_group_are_refused():
+    models = [Decoder(11, 8, 1, isopos.rope(4, 2)) for _ in range(2)]
+    tokens = torch.randint(11, (1, 4))
+
+    def member(group, rank):
+        model = models[rank]
+        with model.over(group):
+            for run in (model.prefill, model.steps()):
+                with pytest.raises(ValueError, match=r"group: expected none in a stream, .* leave model\.over"):
+                    run(tokens)
+        model.prefill(tokens)
+
+    on_ranks(2, member)
+
+
 def test_what_is_refused_is_refused_before_anything_is_sent():
     q, k, v = content(4, 1)
     rows = [

@@ -307,6 +307,26 @@ def test_nothing_streams(kind, batch, t):
         assert out.shape == (batch, HEADS, t, 5)
 
 
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+@pytest.mark.parametrize("each", ["mask", "segment_ids"])
+def test_samples_may_share_keys(kind, each):
+    """Two samples have the same keys, but a mask or segments each."""
+    attention = isopos.linear_attention if kind == "linear" else isopos.softmax_attention
+    q, k, v = torch.randn(2, 2, 4, 8), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    options = {"mask": torch.tensor([[True, True, True, False], [True, True, True, True]])}
+    options["segment_ids"] = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+    options = {name: x for name, x in options.items() if name == each}
+    scheme, x = isopos.rope(8, 2, attention=kind, decay="retnet"), isopos.sequence(4)
+    whole, state, found = attention(q, k, v, **scheme.at(x), causal=True, **options), State(), []
+    for n in (0, 2):
+        part = slice(n, n + 2)
+        own = {name: a[:, part] for name, a in options.items()}
+        at = scheme.at(x[part], state=state)
+        y, state = attention(*(a[..., part, :] for a in (q, k, v)), **at, causal=True, **own, return_state=True)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, -2), whole)
+
+
 def test_in_place_is_a_stream_now():
     with pytest.warns(
         DeprecationWarning, match=r"in_place has no effect on a State now, isopos\.Stream overwrites its sums"

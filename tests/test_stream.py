@@ -575,3 +575,60 @@ def test_a_stream_refuses_what_it_has_itself():
             stream(q, k, v, **{name: value})
     assert stream.length == 0
     assert not torch.allclose(Stream(stream.scheme)(q, k, v, denominator=None), stream(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["rope", "pope", "rope-mixed"])
+@torch.no_grad()
+def test_terms_of_keys_see_cached_keys_unrotated(name):
+    other = schemes.build(name, 16, 2, {"attention": "softmax"} | ({"axes": 1} if name == "rope-mixed" else {}))
+    bias = perturb(isopos.deberta(16, 2)).bias
+    scheme = schemes.Scheme(
+        other.encoding, 2, attention="softmax", bias=bias, **({"phases": other.phases} if other.phases else {})
+    )
+    q, k, v = torch.randn(3, 2, 2, 9, 16, dtype=torch.float64)
+    mask = torch.rand(2, 9) > 0.2
+    whole = scheme(q, k, v, isopos.sequence(9), causal=True, mask=mask)
+    k = torch.where(mask[:, None, :, None], k, torch.nan)
+    stream = Stream(scheme)
+    found = [stream(*(a[:, :, n : n + 3] for a in (q, k, v)), mask=mask[:, n : n + 3]) for n in range(0, 9, 3)]
+    torch.testing.assert_close(torch.cat(found, -2)[mask[:, None].expand(2, 2, 9)], whole[mask[:, None].expand(2, 2, 9)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("ape-tree", {"branches": 2}), ("t5", {}), ("ape-sequence", {"locality": 0.9})], ids=str
+)
+@torch.no_grad()
+def test_a_tensor_of_positions_may_be_given_twice(name, options):
+    """Its tables depend on the positions before it, too."""
+    scheme = perturb(schemes.build(name, 8, 2, {"attention": "softmax"} | options))
+    same = torch.zeros(1, scheme.group.columns, dtype=torch.int64)
+    xs = [same, same, same + 1]
+    if name == "ape-tree":  # parents and branches
+        xs = [same - 1, same, same, torch.tensor([[0, 1]]), torch.tensor([[2, 0]])]
+    q, k, v = torch.randn(3, 1, 2, len(xs), 8, dtype=torch.float64)
+    whole = attention.softmax_attention(q, k, v, **scheme.at(torch.cat(xs), dtype=q.dtype), causal=True)
+    stream = Stream(scheme)
+    found = [stream(*(a[:, :, n : n + 1] for a in (q, k, v)), x) for n, x in enumerate(xs)]
+    torch.testing.assert_close(torch.cat(found, -2), whole)
+
+
+@torch.no_grad()
+def test_float16_keys_of_maps_that_are_no_isometries_stay_finite():
+    """At position 11,700 the factors of xpos leave float16."""
+    scheme, x = schemes.REGISTRY["xpos"](16, 2, attention="softmax"), torch.arange(40)[:, None] * 300
+    q, k, v = (a.half() for a in torch.randn(3, 1, 2, 40, 16))
+    stream = Stream(scheme)
+    found = [stream(*(a[:, :, n : n + 5] for a in (q, k, v)), x[n : n + 5]) for n in range(0, 40, 5)]
+    whole = attention.softmax_attention(q, k, v, **scheme.at(x), causal=True)
+    assert bool(whole.isfinite().all())
+    torch.testing.assert_close(torch.cat(found, -2), whole)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@torch.no_grad()
+def test_default_positions_may_not_go_back_behind_given_ones(count):
+    stream, (q, k, v) = Stream(isopos.rope(16, 2, decay="retnet")), torch.randn(3, 1, 2, 9, 16)
+    for n in range(3):
+        stream(*(a[:, :, n : n + 1] for a in (q, k, v)), torch.tensor([[100 + n]]))
+    with pytest.raises(ValueError, match="decay: expected log decays that do not increase"):
+        stream(*(a[:, :, 3 : 3 + count] for a in (q, k, v)))

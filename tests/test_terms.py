@@ -58,6 +58,16 @@ def test_clipped_buckets_are_clipped_offsets(axes, outside):
     assert term.index().min() >= 0
 
 
+def test_the_bucket_of_a_pair_is_that_of_all_pairs():
+    """Of real positions, too, whose offsets are rounded."""
+    x, y = torch.tensor([[0.0], [0.6], [1.7], [2.2], [3.9], [4.4]]), torch.tensor([[0.5], [1.0], [7.25]])
+    table = torch.zeros(2, 5, 8)
+    for a, b in ((x, y), (x.long(), y.long())):
+        term = Clipped(table, "query", a, b, 2)
+        bucket, (i, j) = term.bucket(1), torch.meshgrid(torch.arange(6), torch.arange(3), indexing="ij")
+        assert bucket(torch.zeros_like(i), i, j).equal(term.index())
+
+
 def test_terms_are_immutable_values():
     term = term_of("query")
     with pytest.raises(AttributeError):

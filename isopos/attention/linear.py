@@ -254,9 +254,12 @@ def _complex(sums: Sums) -> Sums:
     """
     (query,), (key,), value = sums.made()
     value = with_ones(value, sums.features[2].mask)
+    axes = max(x.ndim for x in (query, key, value))  # the new axis is before those of all
+    query = query[(None,) * (axes - query.ndim)]
     pairs = query.unflatten(-1, (-1, 2))
     query = torch.stack((query, torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)))
     if sums.stream is None:
+        key, value = (x[(None,) * (axes - x.ndim)] for x in (key, value))
         key, value = (x.expand(2, *x.shape) for x in (key, value))
     return Sums(query, key, value, ALL_READY, sums.g, sums.causal, None, sums.stream, sums.segmented)
 

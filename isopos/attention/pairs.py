@@ -1,10 +1,13 @@
 """Pairs of tokens in softmax attention: the mask of pairs that take part, and the numbers added to their logits."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from isopos.attention.problem import SoftmaxProblem
 from isopos.exact import cast_down, float64_device
+from isopos.terms import Numbers
 
 
 def takes_part(problem: SoftmaxProblem) -> Tensor:
@@ -23,6 +26,14 @@ def takes_part(problem: SoftmaxProblem) -> Tensor:
         return mask
     of_queries = ids[0][..., ids[0].shape[-1] - t :]
     return mask & (of_queries[..., :, None] == ids[1][..., None, :]).unsqueeze(-3)
+
+
+def with_keys(problem: SoftmaxProblem, k: Tensor) -> SoftmaxProblem:
+    """The problem with the numbers that terms of the key's side give for unmapped keys k ``[*b h s d]``."""
+    dtype = torch.promote_types(problem.q.dtype, torch.float32)
+    q, k = problem.q.to(dtype), k.to(dtype)
+    terms = (Numbers(problem.scale * term.scores(q, k)) if term.side == "key" else term for term in problem.terms)
+    return replace(problem, terms=tuple(terms))
 
 
 def added_to_logits(problem: SoftmaxProblem) -> Tensor:

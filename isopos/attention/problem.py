@@ -123,8 +123,12 @@ class Problem:
 
     @property
     def of_keys(self) -> torch.Size:
-        """Leading dimensions of keys and values, and of states."""
-        return broadcast(self.k.shape[:-2], self.v.shape[:-2])
+        """Leading dimensions of keys and values with what they have for each sample or head, and of states."""
+        leading = [self.k.shape[:-2], self.v.shape[:-2]]
+        leading += [] if self.decay is None else [self.decay[1].shape[:-1]]
+        per_sample = [self.mask, None if self.segments is None else self.segments[1]]
+        leading += [torch.Size((*x.shape[:-1], 1)) for x in per_sample if x is not None]
+        return broadcast(*leading)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +222,9 @@ def check_softmax(
             raise ValueError("attn_mask: expected none with a window in a stream, which forgets the tokens before, got one")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
-    if problem.rho_q.needs_float32 or problem.rho_k.needs_float32:
+    maps = problem.rho_q, problem.rho_k
+    grows = q.dtype == torch.float16 and not all(rho.isometric for rho in maps)  # factors may leave float16
+    if grows or any(rho.needs_float32 for rho in maps):
         problem = _at_least_float32(problem)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.groups > 1 and attn_mask is not None and attn_mask.ndim > 2 and attn_mask.shape[-3] == batch[-1]:
@@ -303,6 +309,8 @@ def _shared(
         product = None if of_product is None else of_product(keys, mask)
         if sums:
             total, phase = _totals(sums, keys, mask, path if state is None else state["path"])
+            leading = _heads_of((rho_q, rho_k), decay)
+            _check_heads([*leading, ("phases", total.shape[-3:-2])], heads, key_heads)
             (rho_q, rho_k), decay = with_phases(sums, total, (rho_q, rho_k), decay, q)
     segments = ids if isinstance(ids, tuple) or ids is None else (ids, ids)
     common = (q, k, v, batch, rho_q, rho_k, decay, causal, terms, mask, segments, state, window, phase, product)
@@ -377,17 +385,10 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     heads, key_heads = checks.heads_of(q, k, v)
     if heads == key_heads:
         return problem
-    decays, maps = problem.decay or (), (problem.rho_q, problem.rho_k)
-    leading = [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decays]
-    leading += [("terms", (term.heads,)) for term in problem.terms]
+    leading = _heads_of((problem.rho_q, problem.rho_k), problem.decay)
+    leading += [("terms", torch.Size((term.heads,))) for term in problem.terms]
     leading += [] if problem.product is None else [("phases", problem.product.vector.shape[-3:-2])]
-    of_queries, of_keys = ([name for name, shape in leading if shape == (n,)] for n in (heads, key_heads))
-    if of_queries and of_keys and key_heads > 1:
-        raise ValueError(
-            f"{of_keys[0]}: expected {heads} heads, those of q, as {of_queries[0]} has, got {key_heads}, those of k; "
-            "arguments per head have the heads of q, or all have those of k"
-        )
-    if of_queries:
+    if _check_heads(leading, heads, key_heads):
         k, v = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
         return replace(problem, k=k, v=v)
     if key_heads == 1:
@@ -395,6 +396,22 @@ def _grouped(problem: AnyProblem) -> AnyProblem:
     groups, batch = heads // key_heads, problem.batch
     q = q.expand(*batch[:-1], *q.shape[-3:]).unflatten(-3, (key_heads, groups)).movedim(-3, 0)
     return replace(problem, q=q, batch=torch.Size((groups, *batch[:-1], key_heads)), groups=groups)
+
+
+def _heads_of(maps: tuple[TokenMap, TokenMap], decay: Decays) -> list[tuple[str, torch.Size]]:
+    """Names and head counts of maps and log decays."""
+    return [("isometry", rho.leading[-1:]) for rho in maps] + [("decay", g.shape[-2:-1]) for g in decay or ()]
+
+
+def _check_heads(leading: Sequence[tuple[str, torch.Size]], heads: int, key_heads: int) -> bool:
+    """Whether arguments, by name and head count, differ between query heads; ValueError if others have those of k."""
+    of_queries, of_keys = ([name for name, shape in leading if shape == (n,)] for n in (heads, key_heads))
+    if of_queries and of_keys and heads > key_heads > 1:
+        raise ValueError(
+            f"{of_keys[0]}: expected {heads} heads, those of q, as {of_queries[0]} has, got {key_heads}, those of k; "
+            "arguments per head have the heads of q, or all have those of k"
+        )
+    return bool(of_queries)
 
 
 def _carried(problem: AnyProblem, transport: TransportPair) -> AnyProblem:

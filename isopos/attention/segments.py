@@ -30,7 +30,7 @@ def segmented(
     ids = ids.expand(*leading, s)
     new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(float64_device(ids.device))
     look = not torch.compiler.is_compiling() and ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
-    if look and _returns(ids, new):
+    if look and returns(ids):
         raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
     new = new.unsqueeze(-2)
     if decay is None:
@@ -48,9 +48,9 @@ def segmented(
     return (of_queries, of_keys), torch.zeros_like(of_keys[..., -1])
 
 
-def _returns(ids: Tensor, new: Tensor) -> bool:
-    """Whether an id recurs after another one; `new` marks where ids change. Ids usually increase, which is fast."""
+def returns(ids: Tensor) -> bool:
+    """Whether an id ``[*b s]`` recurs after another one. Ids usually increase, which is fast."""
     if not (ids[..., 1:] < ids[..., :-1]).any():
         return False
     distinct = (ids.sort(-1).values.diff(dim=-1) != 0).sum(-1)
-    return bool((new[..., 1:].sum(-1) > distinct).any())
+    return bool(((ids[..., 1:] != ids[..., :-1]).sum(-1) > distinct).any())

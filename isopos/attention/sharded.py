@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.attention.clipped import scores_of, values_of_terms, with_terms
+from isopos.attention.pairs import with_keys
 from isopos.attention.problem import AnyProblem, LinearProblem, Problem, SoftmaxProblem
-from isopos.attention.segments import JUMP
+from isopos.attention.segments import JUMP, returns
 from isopos.exact import broadcast, cast_down
 from isopos.maps import Identity
 from isopos.ops import clipped, linear
@@ -27,7 +28,7 @@ from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.step import weighed
 from isopos.ops.linear.window import within
 from isopos.parallel import Shards
-from isopos.terms import Clipped, Numbers
+from isopos.terms import Clipped
 
 
 def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
@@ -121,6 +122,10 @@ def _joined_segments(problem: LinearProblem, shards: Shards) -> Decays:
     raw = g if problem.decay is None else problem.decay[1].expand(g.shape)
     sent = ids[..., 0], ids[..., -1], g[..., -1], raw[..., 0], raw[..., -1]
     first, last, drop, start, stop = shards.gather(*sent).wait()
+    if first.device.type == "cpu" and returns(torch.stack((first, last), -1).movedim(0, -2).flatten(-2)):
+        raise ValueError(
+            "segment_ids: expected tokens of one id next to each other, got an id that returns in a later shard"
+        )
     step = torch.zeros_like(start[1:]) if problem.decay is None else start[1:] - stop[:-1]
     new = (first[1:] != last[:-1]).unsqueeze(-1).to(step.device)
     border = torch.where(new, -JUMP, step)
@@ -134,9 +139,11 @@ def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, probl
     assert window is not None
     keys = [x for _, k, v in triples for x in (k, v)]
     decays = [] if g is None else [g[1]]
+    edges = None if g is None else shards.gather(g[1][..., 0], g[1][..., -1])
     fetched = shards.tokens([*keys, *decays], [-2] * len(keys) + [-1] * len(decays), _halo(window, problem.causal)).wait()
     after = _after(window, problem.causal, shards)
-    if g is not None:
+    if g is not None and edges is not None:
+        _check_order(*edges.wait())
         g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], after)), -1), fetched[-1]
     padded = [(F.pad(q, (0, 0, 0, after)), *fetched[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
     leading = [broadcast(*(x.shape[:-2] for x in triple)) for triple in padded]
@@ -205,11 +212,7 @@ def softmax_problem(problem: SoftmaxProblem) -> SoftmaxProblem:
     if any(term.side == "key" for term in problem.terms):
         tensors["raw"] = problem.k, -2  # terms see keys as they are
     fields = _fetched(problem, tensors, shards, window, causal)
-    if "raw" in fields:
-        dtype = torch.promote_types(problem.q.dtype, torch.float32)
-        q, k = problem.q.to(dtype), fields.pop("raw").to(dtype)
-        terms = (Numbers(problem.scale * term.scores(q, k)) if term.side == "key" else term for term in problem.terms)
-        fields["terms"] = tuple(terms)
+    problem = with_keys(problem, fields.pop("raw")) if "raw" in fields else problem
     if pairs:
         fields |= {"attn_mask": _allowed(problem, shards), "window": None, "causal": False}
     elif window is not None and (after := _after(window, causal, shards)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isopos.attention import flex, ring, sharded
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
-from isopos.attention.pairs import added_to_logits, takes_part
+from isopos.attention.pairs import added_to_logits, takes_part, with_keys
 from isopos.attention.problem import SoftmaxOptions, SoftmaxProblem, check_softmax, refuse, restored
 from isopos.deprecation import former_argument
 from isopos.exact import full_precision, is_exporting
@@ -22,6 +22,7 @@ from isopos.phases import Phase
 from isopos.state import State
 from isopos.terms import Term
 
+TOKENS = ("keys", "values", "raw_keys")  # of a state, with an axis of features
 BLOCK = 256  # smallest number of queries per block with a window
 
 
@@ -149,8 +150,6 @@ def _contained(problem: SoftmaxProblem) -> Tensor:
 def _attend(problem: SoftmaxProblem) -> Tensor:
     q, k, v, causal, mask, dropout = problem.q, problem.k, problem.v, problem.causal, problem.mask, problem.dropout
     rho_q, rho_k, t, s, scale = problem.rho_q, problem.rho_k, q.shape[-2], k.shape[-2], problem.scale
-    if q.dtype == torch.float16 and not (rho_q.isometric and rho_k.isometric):  # factors may leave float16
-        return _attend(replace(problem, q=q.float(), k=k.float(), v=v.float())).to(q.dtype)
     added, locality = problem.attn_mask, problem.locality
     unmasked = mask is None and problem.segments is None and added is None and problem.window is None
     formed = locality is not None or problem.product is not None  # scores, in memory
@@ -240,16 +239,18 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
         mask = torch.ones(count, dtype=torch.bool, device=k.device) if mask is None else mask
         if state["mask"] is None and (old := state["keys"]) is not None:
             mask = torch.cat((mask.new_ones(*mask.shape[:-1], old.shape[-2]), mask), -1)
+    mapped = not isinstance(problem.rho_k, Identity) and any(term.side == "key" for term in problem.terms)
     new = {
         "keys": k.expand(*batch, *k.shape[-2:]),
         "values": v.expand(*batch, *v.shape[-2:]),
+        "raw_keys": problem.k.expand(*batch, *problem.k.shape[-2:]) if mapped else None,  # as terms see them
         "mask": None if mask is None else mask.expand(*batch[:-1], mask.shape[-1]),
         "decays": None if g is None else g[1].expand(*batch, count),
         "segments": None if ids is None else ids[1].expand(*batch[:-1], count),
     }
     joined = {}
     for name, x in new.items():
-        old, axis = state[name], -2 if name in ("keys", "values") else -1
+        old, axis = state[name], -2 if name in TOKENS else -1
         joined[name] = x if x is None or old is None else torch.cat((old, x), axis)
     k, v, mask = joined["keys"], joined["values"], joined["mask"]
     if product is not None:
@@ -258,10 +259,12 @@ def _cached(problem: SoftmaxProblem, state: State) -> tuple[SoftmaxProblem, Stat
             joined["keys"] = householder.carried(known, product)
     g = None if g is None else (g[0], joined["decays"])
     ids = None if ids is None else (ids[0], joined["segments"])
+    if (raw := joined["raw_keys"]) is not None:
+        problem = with_keys(problem, raw if mask is None else torch.where(mask[..., None, :, None], raw, 0))
     problem = replace(problem, k=k, v=v, mask=mask, decay=g, segments=ids, rho_k=Identity())
     if problem.window is not None and not problem.terms and problem.locality is None:  # these need all positions
         gone = max(0, k.shape[-2] - problem.window + 1)
         for name, x in joined.items() if gone else ():
-            joined[name] = x if x is None else (x[..., gone:, :] if name in ("keys", "values") else x[..., gone:]).clone()
+            joined[name] = x if x is None else (x[..., gone:, :] if name in TOKENS else x[..., gone:]).clone()
     after = None if problem.phase is None else problem.phase.expand(*batch, -1).clone()
     return problem, state.next(problem.kind, **joined, path=after)

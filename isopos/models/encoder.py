@@ -149,7 +149,7 @@ def _pooled(x: Tensor, mask: Tensor | None, pooling: str, group: Any = None) -> 
             return x[:, 0]
         is_first = torch.tensor(known.rank == 0, device=x.device)  # a condition, so that all processes have a graph
         return known.add(torch.where(is_first, x[:, 0], 0)).wait()[0]
-    if known is None and mask is None:
+    if known is None and mask is None and x.shape[1]:
         return x.mean(1)
     total, count = x.sum(1), x.new_full((1,), x.shape[1])
     if mask is not None:

@@ -165,7 +165,7 @@ class Seq2Seq(Trunk):
         tokens at each step, with the same result.
         """
         memory = self.encode(source, positions, mask)
-        target, states = torch.full_like(source[:, :1], start), ()
+        target, states = source.new_full((len(source), 1), start), ()
         for n in range(1, steps + 1):
             target_positions = sequence(n, device=source.device) if follow is None else follow(target[:, 1:])
             if target_positions is None:
