@@ -95,6 +95,18 @@ def test_a_layer_is_the_definition():
     torch.testing.assert_close(seen["y"], expected.transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_a_window_has_the_attention_factor_of_an_extension():
+    """With a share of one and a window as long as the text, it is the softmax attention of the model."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    for family, more in (("llama", {}), ("gpt_neox", {"partial_rotary_factor": 0.5})):
+        model = FAMILIES[family].make(rope_parameters=yarn | more)
+        expected = model(tokens()).logits
+        student = converted(model, linear_scheme(model, "keep"), window=64).eval()
+        student.base_model.isopos_window.logit.fill_(60.0)
+        torch.testing.assert_close(student(tokens()).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_layers_without_positions_and_a_learned_scheme_are_served():
     model = patch(FAMILIES["smollm3"].make(), isopos.rope(HEAD_DIM, KEY_HEADS, learned=True))
     model(tokens(), labels=tokens()).loss.backward()

@@ -855,6 +855,48 @@ def test_unpatching_restores_everything(model, name):
     assert everything(unpatch(model)) == before
 
 
+def test_what_changes_while_patched_stays(model, tmp_path):
+    """The number of tokens, say, but nothing of the scheme, also in a model that was loaded with one."""
+    patch(model, scheme_of("alibi")).save_pretrained(tmp_path / "scheme")
+    model.resize_token_embeddings(VOCABULARY + 3)
+    model.config.use_cache = False
+    unpatch(model).save_pretrained(tmp_path / "plain")
+    again = type(model).from_pretrained(tmp_path / "plain").eval()
+    assert (again.config.vocab_size, again.config.use_cache) == (VOCABULARY + 3, False)
+    assert logits(again, tokens()).equal(logits(model, tokens()))
+    with patched(model, scheme_of("alibi")):
+        model.config.pad_token_id = 7
+    assert (model.config.pad_token_id, model.config._attn_implementation) == (7, again.config._attn_implementation)
+    loaded = unpatch(load(tmp_path / "scheme"))
+    assert not hasattr(loaded.config, "isopos")
+    patch(loaded, rope(base=50.0))
+
+
+@pytest.mark.parametrize("family", ["Bert", "ViT", "GPT2"])
+def test_a_table_of_positions_is_kept_by_a_patch(hf, tmp_path, family):
+    """In folders, for a model without the scheme, and in the model's dtype, after it was changed."""
+    if family == "GPT2":
+        sizes = {"n_embd": HEADS * HEAD_DIM, "n_layer": 1, "n_head": HEADS, "n_positions": 64, "vocab_size": VOCABULARY}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes)).eval()
+    else:
+        model = encoder(hf, family)
+    inputs = torch.randn(1, 3, 16, 16) if family == "ViT" else tokens()
+    first = lambda a: next(iter(a(inputs).values()))  # noqa: E731
+    expected = first(model)
+    axial = isopos.rope_axial(HEAD_DIM, attention="softmax")
+    found = first(patch(model, axial if family == "ViT" else isopos.rope(HEAD_DIM, attention="softmax")))
+    model.save_pretrained(tmp_path)
+    other, information = type(model).from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
+    assert not information["missing_keys"]
+    close(first(other.eval()), expected, 1e-6)
+    loaded = load(tmp_path).eval()
+    assert first(loaded).equal(found)
+    assert first(unpatch(loaded)).equal(expected)
+    assert not found.equal(expected)
+    inputs = inputs.bfloat16() if family == "ViT" else inputs
+    assert first(unpatch(model.to(torch.bfloat16))).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("last", range(4))
 def test_a_patch_that_fails_leaves_nothing(model, monkeypatch, last):
     before, made, count = everything(model), patching.Change.made, [0]

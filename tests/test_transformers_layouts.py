@@ -127,3 +127,15 @@ def test_bad_input(hf):
     for call in (absorb, lambda model: convert_layout(model, to="half")):
         with pytest.raises(ValueError, match=r"model: expected a decoder whose code rotates pairs .*, got Linear"):
             call(torch.nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_absorbing_keeps_a_window(hf):
+    model, ids = make(hf, "Llama"), tokens()
+    patch(model, isopos.lrpe_orthogonal(HEAD_DIM, KEY_HEADS, feature_map="identity", denominator="none"), window=4)
+    window = model.base_model.isopos_window
+    window.logit.normal_()
+    expected, share = model(ids).logits, window.logit.clone()
+    torch.testing.assert_close(absorb(model)(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    assert model.base_model.isopos_window.size == 4
+    assert model.base_model.isopos_window.logit.equal(share)

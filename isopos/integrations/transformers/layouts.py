@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from isopos.encodings import InBasis, Rotary
+from isopos.integrations.transformers.arguments import WINDOW
 from isopos.integrations.transformers.patching import patch, unpatch
 from isopos.integrations.transformers.reading import head_dim, rotary_module, text_part
 from isopos.integrations.transformers.rotary import (
@@ -17,7 +18,6 @@ from isopos.integrations.transformers.rotary import (
     measured,
     rotated_slices,
 )
-from isopos.integrations.transformers.saving import ENTRY
 from isopos.nn import checkpoint
 from isopos.scheme import Scheme
 
@@ -97,10 +97,11 @@ def absorb(model: Any) -> Any:
         new = [_converted(rows, "half", _width(tables, absorbed)) for rows in new]
     for rows, changed in zip(projections, new, strict=True):
         rows.copy_(changed)
-    unpatch(model)
-    if hasattr(model.config, ENTRY):
-        delattr(model.config, ENTRY)  # of the scheme with its basis
-    return patch(model, absorbed)
+    window = getattr(text_part(model), WINDOW, None)
+    patch(unpatch(model), absorbed, window=None if window is None else window.size)
+    if window is not None:
+        getattr(text_part(model), WINDOW).load_state_dict(window.state_dict())
+    return model
 
 
 def _rotary(model: Any) -> tuple[Any, RotaryTables]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from isopos.attention import linear_attention, softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
+from isopos.maps import pair
 
 MASK = (
     "attention_mask: expected keys that are hidden from all queries, and no query that sees later keys, since sums of "
@@ -22,7 +23,8 @@ class Window(nn.Module):
     """Softmax attention to the nearest keys combined with linear attention to all keys, in every layer.
 
     out = w softmax(scale <rho(x_i) q_i, rho(x_j) k_j>) v + (1 - w) linear, with i - size < j <= i and a learned share
-    w = sigmoid(logit) per layer and head of queries, initially 1/2. The softmax uses the scheme's isometry and no decay.
+    w = sigmoid(logit) per layer and head of queries, initially 1/2. The softmax uses the scheme's isometry, with the
+    attention factor of its extension, and no decay.
 
     Args:
         size: Number of keys that a query sees by softmax, the key at its position included.
@@ -76,8 +78,11 @@ class LinearLayer:
         out = F.layer_norm(out, out.shape[-1:]) if scheme.normalised else out
         near = None if layer is None else layer.near
         if window is not None:
-            maps = {name: at[name] for name in ("isometry", "transport", "group") if name in at}
-            options |= {"scale": scaling, "window": window.size, "dropout": dropout, "state": near}
+            maps: dict[str, Any] = {name: at[name] for name in ("isometry", "transport", "group") if name in at}
+            if (factor := scheme.rotary_factor) != 1:
+                maps["isometry"] = tuple(scheme.encoding.rescaled(side, factor) for side in pair(maps["isometry"]))
+            scale = (q.shape[-1] ** -0.5 if scaling is None else scaling) * scheme.sharpness
+            options |= {"scale": scale, "window": window.size, "dropout": dropout, "state": near}
             of_window: Any = softmax_attention(q, k, v, **maps, **options)
             of_window, near = of_window if layer is not None else (of_window, None)
             share = window.logit[self.index].sigmoid()[:, None, None].to(out.dtype)

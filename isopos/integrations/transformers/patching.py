@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from isopos.integrations.transformers import attention, saving, structures
-from isopos.integrations.transformers.structures import Change, Hook
+from isopos.integrations.transformers.structures import CHANGES, Change, Hook
 from isopos.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model = TypeVar("Model", bound="PreTrainedModel")
-CHANGES = "_isopos_changes"  # attribute of a patched model, without its head, that holds the former values
 
 
 def patch(model: Model, scheme: Scheme | Mapping[str, Scheme] | None = None, *, window: int | None = None) -> Model:
@@ -111,8 +110,15 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch` and return the model; a model without a scheme is not changed."""
-    _undo(vars(model.base_model).pop(CHANGES, []))
+    """Undo `patch` and return the model, whose configuration names no scheme; one without a scheme is not changed.
+
+    Tables of positions come back with the dtype and device that the model has now, and the configuration with what was
+    changed in it since, for instance by ``resize_token_embeddings``.
+    """
+    if CHANGES in vars(model.base_model):
+        _restore(model)
+        for config in (vars(module)["config"] for module in model.modules() if "config" in vars(module)):
+            vars(config).pop(saving.ENTRY, None)
     return model
 
 
@@ -125,7 +131,18 @@ def patched(
     try:
         yield model
     finally:
-        unpatch(model)
+        _restore(model)
+
+
+def _restore(model: Any) -> None:
+    """Undo the changes of a patch, except for what the caller has changed since."""
+    done: list[Change | Hook] = vars(model.base_model).pop(CHANGES)
+    for change in done:
+        if isinstance(change, Change) and change.name == "config":
+            saving.keep_changes(change.owner.config, change.value)
+        elif isinstance(change, Change) and isinstance(change.value, nn.Module | nn.Parameter):
+            structures.follow(change)
+    _undo(done)
 
 
 def _undo(done: list[Change | Hook]) -> None:

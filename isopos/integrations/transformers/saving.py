@@ -1,6 +1,7 @@
 """Schemes in configurations and saved folders of transformers."""
 
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 
 from isopos.integrations.transformers.attention import ATTENTION
+from isopos.integrations.transformers.structures import replaced_tables
 from isopos.schemes import REGISTRY, Scheme
 from isopos.schemes.registry import resolve
 
 ENTRY = "isopos"  # of a configuration
+OF_PATCH = (ENTRY, "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
+"""Attributes of a configuration that a patch changes."""
 VALUES = r"(^|\.)(scheme|isopos|isopos_window)\."
 """Names of what a scheme has learned in the state of a patched model."""
 
@@ -80,9 +84,24 @@ def class_named(name: str, config: Any) -> Any:
 
 
 def save(model: Any, scheme: Schemes, window: int | None, *arguments: Any, **options: Any) -> Any:
-    """``save_pretrained`` of a patched model, with its scheme as it is now, extensions included."""
+    """``save_pretrained`` of a patched model, with its scheme as it is now, extensions and replaced tables included."""
     setattr(model.config, ENTRY, scheme_entry(scheme, window))
-    return type(model).save_pretrained(model, *arguments, **options)
+    given = inspect.signature(type(model).save_pretrained).bind(model, *arguments, **options)
+    if tables := replaced_tables(model):
+        given.arguments["state_dict"] = {**(given.arguments.get("state_dict") or model.state_dict())} | tables
+    return type(model).save_pretrained(*given.args, **given.kwargs)
+
+
+def keep_changes(new: Any, old: Any) -> None:
+    """Write what differs in a patched model's configuration, except for the patch itself, into the one of before."""
+    for name, value in vars(new).items():
+        if name in OF_PATCH:
+            continue
+        before = getattr(old, name, None)
+        if hasattr(value, "to_dict") and hasattr(before, "to_dict"):  # a part's configuration
+            keep_changes(value, before)
+        elif name not in vars(old) or before != value:
+            setattr(old, name, value)
 
 
 def expect_same(scheme: Schemes, entry: Any) -> None:

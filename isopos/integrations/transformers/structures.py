@@ -41,6 +41,7 @@ from isopos.integrations.transformers.rotary import AddedPositions, Angles, Sinu
 from isopos.scheme import Linear, Scheme
 
 ABSENT = ...  # one object, also in copies
+CHANGES = "_isopos_changes"  # attribute of a patched model, without its head, that holds the former values
 
 
 class Change(NamedTuple):
@@ -73,6 +74,32 @@ class Hook(NamedTuple):
             return Hook(self.owner, self.owner.register_forward_pre_hook(self.function, with_kwargs=True))
         self.function.remove()
         return self
+
+
+def follow(undo: Change) -> None:
+    """Give a replaced table, or a replaced module, the device of what is in its place, and a table its dtype."""
+    now = getattr(undo.owner, undo.name)
+    like = now if isinstance(now, nn.Parameter) else getattr(now, "like", None)
+    if isinstance(like, torch.Tensor):
+        tables = [undo.value] if isinstance(undo.value, nn.Parameter) else undo.value.parameters()
+        for table in tables:
+            table.data = table.data.to(like)
+    elif isinstance(undo.value, nn.Module) and (at := next(iter(undo.owner.parameters()), None)) is not None:
+        undo.value.to(at.device)
+
+
+def replaced_tables(model: Any) -> dict[str, torch.Tensor]:
+    """Tables of positions that a patch replaced, by their names in the state dict of the model without it."""
+    names = {id(module): f"{name}." * bool(name) for name, module in model.named_modules()}
+    found: dict[str, torch.Tensor] = {}
+    for undo in vars(model.base_model)[CHANGES]:
+        if not isinstance(undo, Change) or not isinstance(undo.value, nn.Module | nn.Parameter):
+            continue
+        follow(undo)
+        name = f"{names[id(undo.owner)]}{undo.name}"
+        tables = {"": undo.value} if isinstance(undo.value, nn.Parameter) else undo.value.state_dict()
+        found |= {f"{name}.{key}".removesuffix("."): tensor.detach() for key, tensor in tables.items()}
+    return found
 
 
 Changes = list[Change | Hook]
