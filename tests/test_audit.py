@@ -170,6 +170,45 @@ def test_the_layer_that_leaks_is_named():
     assert max(errors[4:7]) > 1e-3 < max(errors[7:])
 
 
+def test_modules_that_return_weights_of_attention_hide_no_leak():
+    class Dropped(faults.SegmentsIgnored):
+        def __init__(self):
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.1)
+
+        def weighted(self, scores, allowed, v):
+            return self.dropout(scores.masked_fill(~allowed, -torch.inf).softmax(-1)) @ v
+
+    report = audit(Dropped(), example=torch.randn(1, 12, 16), checks=["packing"])
+    assert report.broken == ("packing",)
+    assert not [one for one in report.unmeasured if one.failed]
+
+
+@pytest.mark.parametrize("count", [20, 512])
+def test_tables_may_end(count):
+    """A table of so many positions is an error in the model's code beyond; it is measured within."""
+
+    class Table(faults.Rope):
+        def angles(self, positions, x, mask):
+            return (torch.arange(count)[:, None, None].double() * self.frequency.double())[positions].movedim(2, 1)
+
+    report = audit(Table(), example=torch.randn(1, 12, 16), relative=True)
+    assert report.sound, report
+    assert not [one for one in report.unmeasured if one.failed]
+
+
+def test_a_bias_of_distances_alone_is_no_fault_in_both_directions():
+    scheme = isopos.alibi(8, 2, attention="softmax")
+
+    def call(layer, x, positions=None, mask=None):
+        positions = torch.arange(x.shape[1]) if positions is None else positions
+        return layer(x, scheme.at(positions[..., None]), mask=mask)
+
+    report = audit(isopos.Attention(16, scheme), call, torch.randn(1, 12, 16), relative=True)
+    assert report.sound, report
+    assert [(a.check, a.severity) for a in report.findings if a.check == "direction"] == [("direction", "note")]
+
+
 def test_every_layer_that_leaks_is_named_not_only_the_first():
     class Three(torch.nn.Module):
         def __init__(self):
@@ -521,6 +560,20 @@ def test_a_gradient_in_words():
     assert dead(first) == dead(first, heads=None) == dead(torch.tensor([1.0, 0])) == "no gradient in head 1"
     assert dead(first.T, heads=2) == "no gradient in head 1"
     assert dead(torch.eye(5)[2:3].T, heads=5) == "no gradient in head 0, 1, 3, 4"
+
+
+@pytest.mark.parametrize(
+    ("name", "positional"),
+    [("property_emb", False), ("angle", True), ("rotary_emb", True), ("inv_freq", True), ("block_slopes", True)],
+)
+def test_parameters_are_positional_by_the_words_of_their_names(name, positional):
+    class Named(faults.Rope):
+        def __init__(self):
+            super().__init__()
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(7, 16)))
+
+    (reason,) = audit(Named(), example=torch.randn(1, 12, 16), checks=["gradient"]).unmeasured or (None,)
+    assert (reason is None) == positional
 
 
 def test_a_gradient_that_is_not_finite_is_named():

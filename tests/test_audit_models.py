@@ -3,6 +3,7 @@
 import faults
 import pytest
 import torch
+from families import FAMILIES
 
 import isopos
 from isopos.audit import audit
@@ -211,3 +212,9 @@ def test_a_converted_model_is_measured_with_its_states(name):
         "packing": "its call takes no packed batches",
     }
     assert len(report.results) == 5
+
+
+def test_windows_are_left_if_they_are_short():
+    for window, length in ((20, 28), (56, 64), (57, 12), (None, 12)):
+        model = FAMILIES["mistral"].make(sliding_window=window, max_position_embeddings=256)
+        assert audited.TransformersSubject.of(model, "model").length == length

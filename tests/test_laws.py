@@ -165,6 +165,22 @@ class _DeadHead(_OneAxis):
         return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
 
 
+class _ByLength(_Broken):
+    """Angles divided by the number of tokens."""
+
+    def forward(self, x, dtype=torch.float32):
+        angle = x.double()[..., None, :, :] * torch.tensor([1.0, 0.1], dtype=torch.float64) / x.shape[-2]
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+
+class _NaNGradient(_OneAxis):
+    """An encoding whose parameter is where a root has no gradient."""
+
+    def forward(self, x, dtype=torch.float32):
+        angle = x.double()[..., None, :, :] * ((self.unused.double() - 1).abs().sqrt() + 1)
+        return maps.Rotation(torch.stack((angle.cos(), angle.sin()), -1).to(dtype))
+
+
 class _Backwards(encodings.Encoding):
     """Products along a path of a tree with the last branch first. A shift then multiplies them from the wrong side."""
 
@@ -198,6 +214,8 @@ class _OneSided(couplings.Absolute):
     [
         (_Headless, "batch"),
         (_TokenMatrix, "batch"),
+        (_ByLength, "batch"),
+        (_NaNGradient, "gradient"),
         (_Broken, "relative"),
         (_Backwards, "relative"),
         (_Backwards, "homomorphism"),

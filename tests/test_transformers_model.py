@@ -205,6 +205,8 @@ def test_its_embeddings_are_those_of_tokens(hf):
         assert model.config.vocab_size == VOCABULARY + 3
         close(model(ids).logits[..., :VOCABULARY], before, 1e-6)
     assert make(cutoffs=[10, 20]).get_output_embeddings() is None
+    with pytest.raises(ValueError, match="cutoffs: expected none to resize token embeddings"):
+        make(cutoffs=[10, 20]).resize_token_embeddings(60)
 
 
 @pytest.mark.parametrize("name", ["rope", "t5"])

@@ -293,6 +293,16 @@ def _words(one: Attended, turn: FittedRotation | None, wanted: Sequence[Tensor])
     return words, turn.residual, bool(known) or not wanted
 
 
+def has_biases_alone(subject: Subject) -> bool:
+    """Whether positions enter by biases of logits that offsets explain, and by nothing else."""
+    families = set()
+    for one, turn in fitted_rotations(subject):
+        if turn is not None or (one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k))):
+            return False
+        families.add(bias_family(one.logits)[0])
+    return bool(families - {"none"}) and "a bias that no offset explains" not in families and not added(subject)
+
+
 def _moves(x: Tensor) -> bool:
     return float((x - x[:, :1]).abs().max()) > MOVES * float(x.norm(dim=-1).max())
 

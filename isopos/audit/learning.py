@@ -11,7 +11,9 @@ from isopos.audit.checks import check, judged, unless
 from isopos.audit.report import Finding
 from isopos.audit.subject import Subject
 
-LEARNED = re.compile(r"freq|rotary|rope|relative_attention_bias|slope|alibi|angle|pos_bias|position_bias", re.IGNORECASE)
+LEARNED = re.compile(  # words of a name; property is none
+    r"(?<![a-z])(freq|rotary|rope|relative_attention_bias|slope|alibi|angle|pos_bias|position_bias)", re.IGNORECASE
+)
 
 
 @check("gradient", "Does a gradient reach learned frequencies and biases in every head?")

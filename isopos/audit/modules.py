@@ -1,5 +1,7 @@
 """Audits of a torch module with an example call."""
 
+import bisect
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ NAMES = {
     "segments": ("segments", "segment_ids"),
 }
 ROTARY = ("rotary", "rope", "roform")
+REACH = 2048  # positions that are tried; checks take no later ones
 
 
 class ModuleSubject(Subject):
@@ -42,11 +45,33 @@ class ModuleSubject(Subject):
             encoding="rotary" if rotary else "unknown", length=max(12, min(24, example.shape[1])),
         )  # fmt: skip
         subject.function, subject.example, subject.names = call, example, names
+        subject.limit = subject.end()
+        if subject.limit is not None and subject.limit < 2 * subject.length:
+            subject.length = max(8, subject.limit // 2)
         arguments = set(names) - {"segments"} | ({"packing"} if "segments" in names else set())
         if causal is None:
             causal = not subject.sees_later()
         subject.abilities = frozenset({*arguments, "causal" if causal else "bidirectional", "casts"})
         return subject
+
+    @torch.no_grad()
+    def end(self) -> int | None:
+        """The number of positions that its tables have; None if no table ended."""
+        module, most = copy.deepcopy(self.module).eval(), REACH if "positions" in self.names else 2 * self.length
+
+        def serves(count: int) -> bool:
+            try:
+                if "positions" in self.names:
+                    self.call(module, self.tokens(1, self.length), torch.arange(count - self.length, count)[None])
+                else:
+                    self.call(module, self.tokens(1, count))
+            except IndexError:
+                return False
+            return True
+
+        if serves(most) or not serves(self.length):
+            return None
+        return self.length + bisect.bisect_left(range(self.length + 1, most), True, key=lambda count: not serves(count))
 
     def tokens(self, rows: int, count: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(1 + seed)

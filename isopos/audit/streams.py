@@ -96,8 +96,8 @@ def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str
         inputs.append(layer_inputs)
         traces.append(seen)
     right = [torch.cat(same, 1) for same in zip(*inputs, strict=True)]
-    names = [name for name in traces[0] if all(name in seen for seen in traces)]
-    whole = {name: torch.cat([seen[name] for seen in traces], 1) for name in names}
+    parts = {name: [seen[name] for seen in traces if name in seen] for name in traces[0]}
+    whole = {name: torch.cat(same, 1) for name, same in parts.items() if _are_tokens(same, lengths)}
     with layers(module, tokens.shape[1], lambda n, _: right[n]), traced(module) as seen:
         subject.packed(tokens, lengths)
     stacks, leaks_by_layer = [*layer_outputs(module, seen)], {}
@@ -112,6 +112,11 @@ def leaks(subject: Subject, tokens: Tensor, lengths: Sequence[int]) -> tuple[str
         )
     curves = by_position(layer_outputs(module, seen), whole)
     return " and ".join(leaks_by_layer.values()), curves
+
+
+def _are_tokens(parts: Sequence[Tensor], lengths: Sequence[int]) -> bool:
+    """Whether outputs of separate samples have an axis of tokens ``[1 t ...]``; weights of attention have two."""
+    return [part.shape[1] for part in parts] == [*lengths] and len({part.shape[2:] for part in parts}) == 1
 
 
 def _streamed(subject: Subject, lengths: Sequence[int], says: str, kind: str = "dynamic") -> Iterator[Finding]:

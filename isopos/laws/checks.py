@@ -421,7 +421,11 @@ def _batch(probe: _Probe) -> Finding:
         alone = torch.cat([side(x[n], torch.float64)(q[n : n + 1]) for n in range(2)])
         together = side(x, torch.float64)(q)
         error = max(error, _largest(together - alone) if together.shape == alone.shape else math.inf)
-    note = "largest difference between samples together and alone; tables are [*b h t .] for positions [*b t c]"
+        if not coupling.group.refers_to_rows:
+            count = TOKENS - 2
+            part = side(x[0, :count], torch.float64)(q[:1, ..., :count, :])
+            error = max(error, _largest(part - side(x[0], torch.float64)(q[:1])[..., :count, :]))
+    note = "largest difference between samples, or the first tokens, together and alone; tables are [*b h t .]"
     return _law("batch", error, note)
 
 
@@ -433,9 +437,9 @@ def _gradient(parameters: dict[str, torch.nn.Parameter], loss: Callable[[], Tens
     missing = [
         name
         for name, g in zip(parameters, grads, strict=True)
-        if g is None or not g.reshape(len(g) if g.ndim > 1 else 1, -1).any(1).all()
+        if g is None or not g.isfinite().all() or not g.reshape(len(g) if g.ndim > 1 else 1, -1).any(1).all()
     ]
-    note = f"parameters without gradient: {', '.join(missing) or 'none'}"
+    note = f"parameters without a finite gradient: {', '.join(missing) or 'none'}"
     return Finding("gradient", not missing, float(len(missing)), note)
 
 

@@ -17,6 +17,7 @@ from isopos.scheme import Scheme
 
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed\w*)$")
 FREQUENCIES = re.compile(r"^(?:(?P<kind>.+)_)?inv_freq$")
+REACHED, LONGEST = 8, 64  # tokens after a sliding window, and the most tokens of a call that is to leave one
 DECLARED = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -137,6 +138,9 @@ class TransformersSubject(Subject):
         subject.limit = _limit(model, text, subject.encoding)
         if subject.limit is not None and subject.limit < 2 * subject.length:
             subject.length = max(8, subject.limit // 2)
+        window = getattr(text, "sliding_window", None)
+        if isinstance(window, int) and subject.length <= window + REACHED <= min(LONGEST, subject.limit or LONGEST):
+            subject.length = window + REACHED  # so that the first keys leave it
         subject.abilities = subject._abilities()
         return subject
 

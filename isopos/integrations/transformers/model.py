@@ -168,6 +168,12 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.decoder.head = new_embeddings
 
+    def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
+        """As in transformers; ValueError with cutoffs, whose head has clusters of tokens."""
+        if isinstance(self.decoder.head, AdaptiveHead):
+            raise ValueError("cutoffs: expected none to resize token embeddings, since they divide the tokens, got some")
+        return super().resize_token_embeddings(*arguments, **options)
+
     def forward(
         self,
         input_ids: Tensor,

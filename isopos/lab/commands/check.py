@@ -12,7 +12,7 @@ from isopos.lab.runs.files import printable
 from isopos.spec import read, split_spec
 
 if TYPE_CHECKING:
-    from isopos.encodings import Encoding
+    from isopos.couplings import Coupling
     from isopos.scheme import Scheme
 
 UNMEASURED = 3  # exit status if the user's code raises
@@ -53,9 +53,9 @@ def run(options: Options, console: Console) -> int:
     return UNMEASURED if report.unmeasured else 0 if report.holds else 1
 
 
-def _subject(options: Options) -> "Encoding | Scheme":
+def _subject(options: Options) -> "Coupling | Scheme":
     """The scheme of a name; or an attribute of a module, called if it is a class or function."""
-    from isopos.encodings import Encoding
+    from isopos.couplings import Coupling
     from isopos.scheme import Scheme
     from isopos.schemes import build, closest
 
@@ -65,17 +65,17 @@ def _subject(options: Options) -> "Encoding | Scheme":
         scheme, choices = split_spec(options.subject)
         return build(scheme, options.head_dim, options.heads, choices)
     module = own_module(name, "subject")
-    classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Encoding)]
+    classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Coupling)]
     if not hasattr(module, attribute):
         raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, classes or ['nothing'])}")
     subject = getattr(module, attribute)
     try:
-        subject = subject() if callable(subject) and not isinstance(subject, (Encoding, Scheme)) else subject
+        subject = subject() if callable(subject) and not isinstance(subject, (Coupling, Scheme)) else subject
     except TypeError as error:
         raise ValueError(
             f"subject: expected {options.subject} to need no arguments, got: {error}; give them defaults"
         ) from None
-    if not isinstance(subject, (Encoding, Scheme)):
+    if not isinstance(subject, (Coupling, Scheme)):
         kind = "nothing" if subject is None else type(subject).__name__
         raise ValueError(f"subject: expected {options.subject} to be an Encoding or a Scheme, or to return one, got {kind}")
     return subject
