@@ -178,6 +178,10 @@ def test_keep_extends_as_the_model_does():
     parameters = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
     model = FAMILIES["llama"].make(rope_parameters=parameters)
     assert linear_scheme(model).extension == rotary_scheme(model).extension is not None
+    parameters = {"rope_type": "proportional", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model = FAMILIES["llama"].make(rope_parameters=parameters)
+    expected = model(tokens()).logits
+    torch.testing.assert_close(patch(model, rotary_scheme(model))(tokens()).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

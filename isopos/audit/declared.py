@@ -32,9 +32,9 @@ def rule(parameters: Mapping[str, Any], trained: int | None, length: int = 0) ->
     factor = parameters.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
         factor = (trained or original) / original
-    if kind in ("default", "proportional", "mrope") or not factor:
+    if kind in ("default", "mrope") or not factor or (kind == "proportional" and factor == 1):
         return None
-    if kind == "linear":
+    if kind in ("linear", "proportional"):
         return Linear(factor)
     if kind == "dynamic":
         return Dynamic(max(1.0, length / (trained or length or 1)), trained, alpha=factor)
@@ -63,7 +63,6 @@ def declared_frequencies(parameters: Mapping[str, Any], features: int, trained: 
     plain = rope_frequencies(features // 2, base)
     if parameters.get("rope_type") == "proportional":
         plain[int(parameters.get("partial_rotary_factor", 1.0) * features // 2) :] = 0
-        return plain / parameters.get("factor", 1.0)
     extension = rule(parameters, trained, length)
     return plain if extension is None else extension(plain[None, None])[0, 0]
 
