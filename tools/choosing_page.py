@@ -92,7 +92,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "text",
         "Labels of long texts, read as bytes",
         "",
-        {"lrpe-4": ("Text",), "permuteformer-1": ("Text",), "lrpe-4-packages": ("Text",)},
+        {"lrpe-4": ("Text",), "permuteformer-1": ("Text",), "lrpe-4-packages": ("Text",), "lrpe-4-authors": ("Text",)},
     ),
     (
         "listops",
