@@ -17,6 +17,7 @@ from isopos.catalog import at_least
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, rescaled_parts, shortest
 from isopos.exact import cast_down, constant, is_exporting, to_float64
+from isopos.lengths import Extension
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
 from isopos.poses import Projective, inverse_by_minors
@@ -97,6 +98,11 @@ class Jordan(Contragredient):
             limits.append(int(length / 2 * (16 * math.factorial(order - 1)) ** (1 / (order - 1))))
         self.max_length = min(limits, default=None)
 
+    def refusal(self, rule: Extension) -> str:
+        if self.order == 1 or rule.name != "longrope":
+            return ""
+        return f"expected another rule than longrope for blocks of {self.order} pairs that share a frequency, got longrope"
+
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
         self._check_length(x)
         parts: list[TokenMap] = []
@@ -176,6 +182,12 @@ class ContragredientSum(Contragredient):
         self.features = self.out_features = sum(self.widths)
         self.max_length = shortest(parts)
         self.is_causal = any(part.is_causal for part in parts)
+
+    def refusal(self, rule: Extension) -> str:
+        turning = [part for part in self.parts if isinstance(part, Coupling) and part.extensible]
+        if not (self.shared and rule.by_series and len(turning) > 1):
+            return ""
+        return f"expected linear or llama3 for parts with a coordinate in common, got {rule.name}, which needs all pairs"
 
     def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
         columns = self.group.split(x) if isinstance(self.group, Product) and not self.shared else (x,) * len(self.parts)

@@ -480,7 +480,7 @@ def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     ordered = speed.sort(-1, descending=True).values
     fastest, slowest = ordered[..., :1], speed.where(speed > 0, torch.inf).amin(-1, keepdim=True)
-    slower = ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-9)
+    slower = ordered[..., 1:] < ordered[..., :-1] * (1 - 1e-6)  # learned ones are float32
     last = (slower & (ordered[..., 1:] > 0)).sum(-1, keepdim=True)
     step = (fastest / slowest).log() / last.clamp_min(1)
     step = step.where((step > 0) & step.isfinite(), 1.0)

@@ -414,9 +414,13 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
         >>> x[:, 0].tolist(), ids.tolist()
         ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
     """
-    counts = torch.as_tensor(lengths, device=device)
-    counts = counts if counts.numel() else counts.long()
-    if counts.ndim != 1 or counts.is_floating_point() or (counts < 0).any():
+    try:
+        counts = torch.as_tensor(lengths, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"lengths: expected a list of token counts, got {lengths}") from None
+    real = counts.numel() > 0 and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)
+    counts = counts.long()
+    if counts.ndim != 1 or real or (counts < 0).any():
         raise ValueError(f"lengths: expected a list of token counts, got {lengths}")
     ids = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     starts = counts.cumsum(0) - counts
@@ -453,9 +457,12 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
         >>> product(tree([[]]), sequence(2), group=Product((Tree(1), Line()))).tolist()
         [[-1, -1, 0], [-1, -1, 1], [0, 0, 0], [1, 0, 1]]
     """
+    if not parts:
+        raise ValueError("product: expected at least one part, got none")
     for part in parts:
-        if part.ndim != 2:
-            raise ValueError(f"product: expected parts [t c], got {list(part.shape)}")
+        if not isinstance(part, Tensor) or part.ndim != 2:
+            got = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise ValueError(f"product: expected parts [t c], got {got}")
     if group is None:
         for i, part in enumerate(parts):
             if not torch.compiler.is_compiling() and ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():

@@ -309,7 +309,8 @@ class Scheme(nn.Module):
             )
         for part in parts:
             rule.check(part.pairs)
-            if reason := part.refusal(rule):
+        for part in self.encoding.modules():
+            if isinstance(part, Coupling) and (reason := part.refusal(rule)):
                 raise ValueError(f"extend: {reason}")
         for part in parts:
             part.extension = rule

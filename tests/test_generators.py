@@ -165,3 +165,10 @@ def test_weights_that_could_not_learn_are_refused_on_loading():
 
 def test_every_class_is_tested():
     assert {Circulant, Commuting, RankTwo} == {getattr(generators, name) for name in generators.__all__}
+
+
+def test_grape_takes_an_odd_number_of_features():
+    for size, options in ((7, {}), (9, {"axes": 2, "planes": 2})):
+        scheme = isopos.grape(size, HEADS, **options)
+        assert scheme.encoding.features == size
+        assert isopos.laws.check(scheme).holds

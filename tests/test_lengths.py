@@ -600,3 +600,29 @@ def test_bad_values_change_nothing(call, message):
 def test_unknown_options_get_the_close_name():
     with pytest.raises(TypeError, match=r"^yarn: unknown option 'fest': did you mean fast\?"):
         isopos.rope(8).extend("yarn", factor=2, trained=9, fest=3)
+
+
+def test_float32_speeds_of_several_axes_have_one_index():
+    """Learned frequencies of RoPE-Mixed start with the speeds of axial rotations, up to rounding."""
+    fixed, learned = (
+        schemes.build(name, 48, 1, {"axes": 3, "base": 100.0, "attention": "softmax"}).extend("yarn", factor=4, trained=64)
+        for name in ("rope-axial", "rope-mixed")
+    )
+    shares = [
+        (scheme.encoding.extended(scheme.encoding.parameter).norm(dim=1) / scheme.encoding.parameter.norm(dim=1))
+        for scheme in (fixed, learned)
+    ]
+    torch.testing.assert_close(shares[1].double().sort().values, shares[0].double().sort().values, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "order", "rule", "options"),
+    [(16, 3, "dynamic", {}), (16, 3, "yarn", {}), (8, 2, "longrope", {"rescale": [1.0, 2.0, 3.0, 4.0]})],
+)
+def test_blocks_refuse_rules_that_would_split_them(size, order, rule, options):
+    """Pairs of a block share a frequency, and remaining pairs would be a series by themselves."""
+    scheme = isopos.jordan(size, 2, order=order, attention="softmax")
+    with pytest.raises(ValueError, match=r"^extend: expected "):
+        scheme.extend(rule, factor=4, trained=64, **options)
+    assert scheme.extension is None
+    scheme.extend("linear", factor=4)

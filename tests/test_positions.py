@@ -12,7 +12,7 @@ from cases import each
 
 import isopos
 from isopos import positions
-from isopos.positions import Line, Product, Ring, Tree, depths, grid, sequence, timestamps
+from isopos.positions import Line, Product, Ring, Tree, depths, grid, packed, product, sequence, timestamps
 from isopos.schemes import REGISTRY
 from isopos.state import State
 
@@ -381,3 +381,21 @@ def test_a_clock_closes_its_rings_and_goes_on():
     pairs = torch.view_as_complex(q[0, 0, 0].unflatten(-1, (6, 2)).contiguous())
     expected = torch.view_as_real(pairs * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))).flatten()
     torch.testing.assert_close(other, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [np.array([2, 3], dtype=np.int16), torch.tensor([2, 3], dtype=torch.uint8)])
+def test_packed_lengths_may_be_any_integers(lengths):
+    assert [a.tolist() for a in packed(lengths)] == [[[0], [1], [0], [1], [2]], [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("lengths", [[True, False], [1.5], None, [[1]], [-1], "ab"])
+def test_packed_lengths_that_are_none(lengths):
+    with pytest.raises(ValueError, match="lengths: expected a list of token counts"):
+        packed(lengths)
+
+
+def test_a_product_needs_parts():
+    with pytest.raises(ValueError, match="product: expected at least one part"):
+        product()
+    with pytest.raises(ValueError, match=r"product: expected parts \[t c\], got list"):
+        product([[0], [1]], sequence(2))

@@ -134,6 +134,7 @@ def grape(
     """
     at_least("planes", planes)
     widths = split_widths(head_dim, at_least("axes", axes) * planes, 2)
+    widths[0] += head_dim - sum(widths)  # an odd feature: a plane rotates in any number of features
     speed = rope_frequencies(planes * heads, base).view(planes, heads)
     parts: list[Encoding] = []
     for axis in range(axes):
