@@ -867,6 +867,8 @@ def test_what_changes_while_patched_stays(model, tmp_path):
     with patched(model, scheme_of("alibi")):
         model.config.pad_token_id = 7
     assert (model.config.pad_token_id, model.config._attn_implementation) == (7, again.config._attn_implementation)
+    with patched(model, scheme_of("alibi")):
+        unpatch(model)
     loaded = unpatch(load(tmp_path / "scheme"))
     assert not hasattr(loaded.config, "isopos")
     patch(loaded, rope(base=50.0))

@@ -117,8 +117,7 @@ def unpatch(model: Model) -> Model:
     """
     if CHANGES in vars(model.base_model):
         _restore(model)
-        for config in (vars(module)["config"] for module in model.modules() if "config" in vars(module)):
-            vars(config).pop(saving.ENTRY, None)
+        vars(model.config).pop(saving.ENTRY, None)
     return model
 
 
@@ -136,7 +135,7 @@ def patched(
 
 def _restore(model: Any) -> None:
     """Undo the changes of a patch, except for what the caller has changed since."""
-    done: list[Change | Hook] = vars(model.base_model).pop(CHANGES)
+    done: list[Change | Hook] = vars(model.base_model).pop(CHANGES, [])
     for change in done:
         if isinstance(change, Change) and change.name == "config":
             saving.keep_changes(change.owner.config, change.value)
