@@ -277,7 +277,7 @@ def encoding(subject: Subject) -> Iterator[Finding]:
 def _words(one: Attended, turn: FittedRotation | None, wanted: Sequence[Tensor]) -> tuple[str, float, bool]:
     """A description of the family, its residual, and whether it is as declared."""
     if turn is None:
-        if one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k)):
+        if _is_moved(one):
             return "queries and keys move, by no rotation", 1.0, not wanted
         return *bias_family(one.logits), True
     assert one.q is not None
@@ -297,10 +297,15 @@ def has_biases_alone(subject: Subject) -> bool:
     """Whether positions enter by biases of logits that offsets explain, and by nothing else."""
     families = set()
     for one, turn in fitted_rotations(subject):
-        if turn is not None or (one.q is not None and one.k is not None and any(_moves(a) for a in (one.q, one.k))):
+        if turn is not None or _is_moved(one):
             return False
         families.add(bias_family(one.logits)[0])
     return bool(families - {"none"}) and "a bias that no offset explains" not in families and not added(subject)
+
+
+def _is_moved(one: Attended) -> bool:
+    """Whether queries or keys of equal tokens depend on their positions."""
+    return one.q is not None and one.k is not None and (_moves(one.q) or _moves(one.k))
 
 
 def _moves(x: Tensor) -> bool:

@@ -249,9 +249,9 @@ class Trunk(nn.Module, ABC):
         self, tokens: Tensor, positions: Tensor | None, states: Sequence[State] | None = None
     ) -> tuple[Tensor, tuple[Arguments, ...]]:
         """Vectors ``[b t m]`` of tokens plus the scheme's embedding, and each layer's arguments of attention."""
-        known = shards(self.group, tokens.shape[1], tokens.device)
-        if known is not None and states is not None:
-            self.refuse_streams()
+        if states is not None:
+            self.check_stream(tokens)
+        known = None if states is not None else shards(self.group, tokens.shape[1], tokens.device)
         if positions is None:
             positions = sequence(tokens.shape[1], device=tokens.device) if known is None else known.index[:, None]
         if isinstance(positions, Tensor) and positions.device != tokens.device:
@@ -298,9 +298,12 @@ class Trunk(nn.Module, ABC):
         recomputed = self.recompute and torch.is_grad_enabled()
         return partial(checkpoint, block, use_reentrant=False) if recomputed else block
 
-    def refuse_streams(self) -> None:
-        """ValueError for a stream while samples are in several processes."""
-        raise ValueError("group: expected none in a stream, whose state one process holds, got one; leave model.over(group)")
+    def check_stream(self, tokens: Tensor) -> None:
+        """ValueError for tokens of a stream while samples are in several processes."""
+        if shards(self.group, tokens.shape[1], tokens.device) is not None:
+            raise ValueError(
+                "group: expected none in a stream, whose state one process holds, got one; leave model.over(group)"
+            )
 
     def _check_over(self) -> None:
         """ValueError for a model whose tokens cannot be in several processes."""

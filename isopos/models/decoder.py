@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isopos.models.blocks import ModelOptions, Schemes, Trunk
-from isopos.parallel import shards
 from isopos.positions import sequence
 from isopos.state import State
 from isopos.stream import Stream
@@ -146,8 +145,7 @@ class Continuation:
         """Logits after the next token ``[b]``, or after each of the next tokens ``[b t]``."""
         single = tokens.ndim == 1
         tokens = tokens[:, None] if single else tokens
-        if shards(self.model.group, tokens.shape[1], tokens.device) is not None:
-            self.model.refuse_streams()
+        self.model.check_stream(tokens)
         x, embedding = self.model.tokens(tokens), self.model.scheme.embedding
         if embedding is not None:
             x = x + embedding(sequence(tokens.shape[-1], device=tokens.device) + self.length, x.dtype)
