@@ -50,9 +50,14 @@ class Extension(ABC):
     whole_logits = False  # whether the attention factor also applies to features that do not rotate
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # equal rules have equal reprs, with JSON types
-            if field.name != "trained" and type(value := getattr(self, field.name)) is not bool and isinstance(value, Real):
-                object.__setattr__(self, field.name, float(value))
+        for field in fields(self):
+            value, number = getattr(self, field.name), field.type in (float, float | None)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name}: expected True or False, got {value!r}")
+            if number and (value is not None or field.type is float):
+                if isinstance(value, bool) or not isinstance(value, Real):
+                    raise TypeError(f"{field.name}: expected a number, got {value!r}")
+                object.__setattr__(self, field.name, float(value))  # equal rules have equal reprs, with JSON types
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor: expected a ratio of sequence lengths of at least 1, got {self.factor}")
         if self.trained is not None:
@@ -232,7 +237,10 @@ class LongRope(Extension):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "rescale", tuple(map(float, self.rescale)))
+        try:
+            object.__setattr__(self, "rescale", tuple(map(float, self.rescale)))
+        except (TypeError, ValueError):
+            raise TypeError(f"rescale: expected a sequence of numbers, got {self.rescale!r}") from None
         if not self.rescale or not all(0 < factor < math.inf for factor in self.rescale):
             raise ValueError(f"rescale: expected a positive factor for each pair of features, got {list(self.rescale)}")
 
@@ -457,7 +465,7 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
 
     Raises:
         ValueError: For an unknown name, or an invalid value.
-        TypeError: For an option that the rule does not have.
+        TypeError: For an option that the rule does not have, or a value of another type.
 
     Examples:
         >>> extension("yarn", 4.0, 2048, fast=16.0).attention_factor

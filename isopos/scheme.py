@@ -291,7 +291,7 @@ class Scheme(nn.Module):
 
         Raises:
             ValueError: For a scheme without frequencies on a line or a grid, or an invalid value; nothing changes then.
-            TypeError: For an option that the rule does not have.
+            TypeError: For an option that the rule does not have, or a value of another type.
 
         Examples:
             >>> import isopos

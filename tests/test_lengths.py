@@ -602,6 +602,24 @@ def test_unknown_options_get_the_close_name():
         isopos.rope(8).extend("yarn", factor=2, trained=9, fest=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("linear", {"factor": "2"}, "factor: expected a number, got '2'"),
+        ("linear", {"factor": True}, "factor: expected a number, got True"),
+        ("linear", {"factor": None}, "factor: expected a number, got None"),
+        ("yarn", {"factor": 2, "fast": "3"}, "fast: expected a number, got '3'"),
+        ("yarn", {"factor": 2, "sharpness": "1"}, "sharpness: expected a number, got '1'"),
+        ("yarn", {"factor": 2, "whole_logits": "no"}, "whole_logits: expected True or False, got 'no'"),
+        ("longrope", {"factor": 2, "rescale": None}, "rescale: expected a sequence of numbers, got None"),
+        ("longrope", {"factor": 2, "rescale": [1, "a"]}, r"rescale: expected a sequence of numbers, got \[1, 'a'\]"),
+    ],
+)
+def test_values_of_other_types_are_refused(name, options, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        isopos.rope(8).extend(name, trained=9, **options)
+
+
 def test_float32_speeds_of_several_axes_have_one_index():
     """Learned frequencies of RoPE-Mixed start with the speeds of axial rotations, up to rounding."""
     fixed, learned = (
