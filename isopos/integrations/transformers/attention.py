@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from isopos.attention import softmax_attention
 from isopos.integrations.transformers.evaluated import Evaluated
-from isopos.integrations.transformers.linear import LinearLayer, mask_of_keys
+from isopos.integrations.transformers.linear import LinearLayer
 
 LEAST = 5  # version of transformers
 ATTENTION = "isopos"
@@ -130,8 +130,7 @@ def attend(
         )
     _check_others(others)
     if isinstance(evaluated, LinearLayer):
-        keys = mask_of_keys(attention_mask, query.shape[-2])
-        out = evaluated(query, key, value, keys, scaling, dropout)
+        out = evaluated(query, key, value, attention_mask, scaling, dropout)
         return out.transpose(1, 2).contiguous(), None
     key, options = _evaluated(evaluated, query, key, attention_mask, scaling)
     out = softmax_attention(query, key, value, **options, attn_mask=attention_mask, dropout=dropout)
