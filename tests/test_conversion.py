@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from families import FAMILIES, HEAD_DIM, HEADS, KEY_HEADS
+from safetensors.torch import load_file, save_file
 
 import isopos
 from isopos.attention import naive_linear_attention
@@ -12,7 +13,10 @@ from isopos.integrations.transformers.conversion import converted, distances, li
 from isopos.integrations.transformers.native import rotary_scheme
 from isopos.integrations.transformers.patching import load, patch, unpatch  # without transformers as yet
 from isopos.lab.data.tokenizers import Bytes
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports import progress
+from isopos.lab.tasks.conversion import Conversion
+from isopos.lab.tasks.task import View
 
 pytestmark = [pytest.mark.oracles, pytest.mark.usefixtures("hf")]
 LENGTH = 12
@@ -153,6 +157,8 @@ def test_a_cache_of_keys_is_refused():
     keys = model(tokens()).past_key_values
     with pytest.raises(ValueError, match=r"past_key_values: expected a DynamicCache without tokens.* got DynamicLayer"):
         patch(model, scheme_of("rope"))(tokens(2, 1), past_key_values=keys)
+    with pytest.raises(ValueError, match=r"past_key_values: expected a DynamicCache without tokens.* got StaticLayer"):
+        model.generate(tokens(), max_new_tokens=2, cache_implementation="static")
 
 
 # Keeping positions
@@ -282,6 +288,25 @@ def test_a_conversion_is_loaded_and_generates(isopos, folder, hf):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+def test_held_out_tokens_of_a_conversion_are_chosen(folder):
+    (folder / "texts").mkdir()
+    for split, count in (("train", 4000), ("valid", 500), ("test", 300)):
+        (folder / "texts" / f"{split}.txt").write_text("abcd" * count)
+    recipe = Recipe(task=Conversion(source="base", data=str(folder / "texts"), tokenizer="bytes", length=64)).edit(
+        scheme="rope"
+    )
+    data = recipe.task.load(recipe)
+    assert data.splits == ("validation", "test")
+    model = recipe.task.model(recipe).eval()
+    few, more, test, short = (
+        data.score(model, recipe.edit(batch=n), view)
+        for n, view in ((3, View(limit=130)), (7, View(limit=130)), (3, View("test")), (3, View(limit=20)))
+    )
+    assert few.figures == pytest.approx(more.figures, rel=1e-5)
+    assert few.figures["bits_per_byte"] != test.figures["bits_per_byte"]
+    assert "expected at most the 20 tokens of validation" in short.reason
+
+
 def test_an_interrupted_conversion_goes_on_to_the_same_weights(isopos, folder, monkeypatch):
     assert convert(isopos, "whole")[0] == 0
     add, stops = progress.Bars.add, {"transfer": [2], "tuning": [2]}  # noticed a step later
@@ -345,13 +370,19 @@ def test_folders_that_are_no_model_of_softmax_attention(isopos, folder):
     assert "folder: expected a model with positions and softmax" in isopos("convert", "linear", "new")[2]
 
 
-@pytest.mark.parametrize("damage", ["weights", "sizes"])
-def test_a_damaged_model_is_one_clear_error(isopos, folder, damage):
+@pytest.mark.parametrize("damage", ["weights", "sizes", "missing"])
+def test_a_damaged_model_is_one_clear_error(isopos, folder, damage, caplog):
     weights, config = folder / "base" / "model.safetensors", folder / "base" / "config.json"
     if damage == "weights":
         weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "missing":
+        kept = load_file(weights)
+        del kept["model.norm.weight"]
+        save_file(kept, weights, {"format": "pt"})
     else:
         config.write_text(config.read_text().replace('"hidden_size": ', '"hidden_size": 1'))
     code, _, err = convert(isopos, "new")
     assert (code, err.count("\n")) == (2, 1), err
     assert "folder: expected a causal language model in base, whose config.json and weights agree: " in err
+    assert {"weights": "", "sizes": "weights have other sizes", "missing": "no weight model.norm.weight"}[damage] in err
+    assert caplog.records == []

@@ -12,7 +12,7 @@ from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
 from isopos.lab.runs import folders
 from isopos.lab.runs.files import printable
-from isopos.lab.tasks.task import Recipe, evaluation, require
+from isopos.lab.tasks.task import Recipe, View, evaluation, require
 
 TRANSFER, TUNING = "transfer", "tuning"
 
@@ -83,7 +83,7 @@ def _run(options: Options, console: Console) -> int:
         raise ValueError(f"tokenizer: expected at most the model's {size} tokens, got {text.corpus.vocabulary}")
     grids.say(console, f"data: {text.name}, {text.summary}")
     with evaluation(original):
-        before = text.figures(original, last.training.batch)["bits_per_byte"]
+        before = text.figures(original, last.training.batch, View())["bits_per_byte"]
     grids.say(console, f"original: bits/byte {before:.3f}")
     del original
     with Bars(console) as bars:

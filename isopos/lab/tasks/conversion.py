@@ -6,6 +6,7 @@ trains all weights on the next token. `isopos convert` makes both recipes.
 
 import hashlib
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from isopos.lab.data import corpora
 from isopos.lab.data.tokenizers import Tokenizer
 from isopos.lab.runs.files import read_json
+from isopos.lab.tasks.decoding import unscorable
 from isopos.lab.tasks.task import Data, Metric, Recipe, Scored, Task, View, evaluation, require
 from isopos.scheme import Scheme
 from isopos.spec import split_spec
@@ -124,6 +126,7 @@ class ConversionText(Data):
         self.task, self.corpus = task, corpus
         self.name, self.sha256 = corpus.name, corpus.sha256
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} tokens"
+        self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, ...]:
         tuning = self.task.stage == "tuning"  # with other batches than transfer
@@ -134,23 +137,32 @@ class ConversionText(Data):
         return model.distances(tokens).mean() if model.original is not None else _nats(model.student, tokens, targets)
 
     def score(self, model: Any, recipe: Recipe, view: View) -> Scored:
-        figures = self.figures(model.student, recipe.training.batch)
+        if reason := unscorable(model, self.corpus, self.task.length, view.split, self._limit(view)):
+            return Scored(reason=reason)
+        figures = self.figures(model.student, recipe.training.batch, view)
         if model.original is not None:
-            batches = [model.distances(tokens) for tokens, _ in self._held_out(model.student, recipe.training.batch)]
-            figures["distance"] = torch.stack(batches).mean().item()
+            batches = self._held_out(model.student, recipe.training.batch, view)
+            figures["distance"] = _mean((model.distances(tokens).mean().item(), targets) for tokens, targets in batches)
         return Scored(figures)
 
-    def figures(self, model: Any, count: int) -> dict[str, float]:
+    def figures(self, model: Any, count: int, view: View) -> dict[str, float]:
         """Nats per token and bits per byte of a model of transformers on held-out text, `count` windows at once."""
-        losses = [(_nats(model, *batch).item(), batch[1].numel()) for batch in self._held_out(model, count)]
-        nats = sum(value * size for value, size in losses) / sum(size for _, size in losses)
-        return {"nats": nats, "bits_per_byte": nats / self.corpus.bytes_per_token("validation") / math.log(2)}
+        nats = _mean((_nats(model, *batch).item(), batch[1]) for batch in self._held_out(model, count, view))
+        return {"nats": nats, "bits_per_byte": nats / self.corpus.bytes_per_token(view.split) / math.log(2)}
 
-    def _held_out(self, model: Any, count: int) -> Any:
-        limit = self.task.validation_tokens or None
+    def _limit(self, view: View) -> int | None:
+        return (self.task.validation_tokens if view.limit < 0 else view.limit) or None
+
+    def _held_out(self, model: Any, count: int, view: View) -> Iterator[tuple[Tensor, Tensor]]:
         device = next(model.parameters()).device
-        for tokens, targets in self.corpus.windows(self.task.length, limit, count):
+        for tokens, targets in self.corpus.windows(self.task.length, self._limit(view), count, view.split):
             yield tokens.to(device), targets.to(device)
+
+
+def _mean(batches: Iterable[tuple[float, Tensor]]) -> float:
+    """The mean of means of batches, each weighted by the number of its targets."""
+    values, sizes = zip(*((value, targets.numel()) for value, targets in batches), strict=True)
+    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 
 def _nats(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -204,11 +216,19 @@ def read_model(folder: Path) -> Any:
     if config.get("isopos") is not None or config.get("model_type") == "isopos":
         raise ValueError(f"folder: expected a model with positions and softmax attention of its own, got {folder} of isopos")
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+    from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # without tables of weights, which the error sums up
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        if not info["missing_keys"]:
+            return model
+        reason = f"there is no weight {min(info['missing_keys'])}"
     except Exception as error:  # transformers, safetensors and huggingface_hub have classes of their own
         first = next(filter(str.strip, str(error).replace("\\n", "\n").splitlines()), type(error).__name__)
-        raise ValueError(
-            f"folder: expected a causal language model in {folder}, whose config.json and weights agree: {first.strip()}"
-        ) from None
+        reason = "weights have other sizes" if "ignore_mismatched_sizes" in first else first.strip()
+    finally:
+        logging.set_verbosity(before)
+    raise ValueError(f"folder: expected a causal language model in {folder}, whose config.json and weights agree: {reason}")
