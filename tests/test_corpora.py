@@ -189,6 +189,22 @@ def test_files_of_splits_without_a_train_file_are_refused(tmp_path):
         load_corpus(path, 2)
 
 
+def test_texts_of_no_split_next_to_those_of_splits_are_refused(tmp_path):
+    path = zipped(tmp_path / "wiki.zip", train="a b", valid="c d", more="e f")
+    with pytest.raises(
+        ValueError, match=r"expected train, valid or test in the name of every text, .* got .*wiki.more.tokens"
+    ):
+        load_corpus(path, 2)
+
+
+def test_a_source_that_disappears_is_named(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(PROSE)
+    moved = tmp_path / "text.txt", tmp_path / "elsewhere.txt"
+    monkeypatch.setattr(corpora._Text, "write", lambda *_: moved[0].rename(moved[1]) and moved[0].open())
+    with pytest.raises(ValueError, match=r"^data: cannot read .*text.txt: No such file"):
+        load_corpus(str(tmp_path / "text.txt"), 8, tokenizer="words", cache=tmp_path / "cache")
+
+
 def test_code_is_no_split(tmp_path):
     (tmp_path / "train.py").write_text("x = 1\n" * 20)
     (tmp_path / "val.py").write_text("y = 1\n" * 20)

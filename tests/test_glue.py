@@ -172,6 +172,21 @@ def test_phrases_are_half_in_order_and_half_reversed():
     assert not {row.texts for row in rows["train"]} & {row.texts for row in rows["validation"]}
 
 
+def test_without_data_there_is_one_task():
+    recipe = Recipe(task=Glue(subset="RTE"))
+    with pytest.raises(ValueError, match=r"subset: expected CoLA or none without --data, .* got RTE"):
+        recipe.task.check(recipe)
+    assert "phrases" in Glue(subset="CoLA").setting(recipe)
+
+
+def test_the_archive_of_scores_has_tables_that_end_with_csv(tmp_path):
+    row = ("main-captions", "MSRvid", "2012test", "0001", "5.000", "A plane, is off.", "An air plane")
+    for split in ("train", "dev", "test"):
+        table(tmp_path / f"sts-{split}.csv", None, [row, row])
+    rows = load_glue(str(tmp_path), "STS-B", Bytes()).facts["rows"]
+    assert rows == {"train": 2, "validation": 2, "mismatched": 0, "test": 2}
+
+
 def ready(folder, **edits):
     recipe = Recipe(task=Glue(data=folder)).edit(**{"batch": 8, "layers": 1, "model_dim": 16, "heads": 2} | edits)
     data = recipe.task.load(recipe)

@@ -84,9 +84,9 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
     datasets.disable_progress_bars()
 
-    def write(split, labels, name="label"):
+    def write(split, labels, name="label", classes=("lying", "standing")):
         kinds = datasets.Features(
-            {"img": datasets.Image(), name: datasets.ClassLabel(names=["lying", "standing"]), "id": datasets.Value("int64")}
+            {"img": datasets.Image(), name: datasets.ClassLabel(names=[*classes]), "id": datasets.Value("int64")}
         )
         rows = [{"img": Image.new("RGB", (6, 4), (10 * n, 0, 99)), name: one, "id": n} for n, one in enumerate(labels)]
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -106,6 +106,11 @@ def test_a_dataset_of_the_hub_has_folders_of_splits_and_classes(hub):
     labels = {int(pixels[0, 0, 0]) // 10: label for pixels, label in zip(found.pixels[:20], found.labels[:20], strict=True)}
     assert labels == {n: n % 2 for n in range(20)}
     assert read_images(source, 8, 8).pixels.shape == (22, 3, 8, 8)
+
+
+def test_names_of_classes_with_slashes_stay_apart(hub):
+    found = read_images(hub("train", [0, 1, 2] * 10, classes=("leaf/green", "leaf/dry", "root")))
+    assert found.classes == ["leaf\N{DIVISION SLASH}dry", "leaf\N{DIVISION SLASH}green", "root"]
 
 
 def test_a_dataset_without_classes_says_what_it_has(hub):
@@ -250,6 +255,28 @@ def test_what_is_no_image_is_left_out_and_counted(tmp_path):
     assert (again.sha256, again.skipped[0][:13], again.skipped[1]) == (found.sha256, "3 other files", found.skipped[1])
 
 
+def test_equal_images_are_in_one_split(tmp_path):
+    for label in "ab":
+        for n in range(40):
+            paint(tmp_path / "set" / label / f"{n}.png", n // 4 + 100 * (label == "b"))
+    found = read_images(str(tmp_path / "set"))
+    values = {split: {int(found.pixels[row, 0, 0, 0]) for row in rows} for split, rows in found.splits.items()}
+    assert not values["train"] & values["validation"]
+    assert (len(values["train"]), len(values["validation"]), len(found.splits["validation"])) == (18, 2, 8)
+
+
+def test_hidden_folders_and_files_that_pillow_only_writes(tmp_path):
+    source = bars(tmp_path / "bars", 8)
+    whole = (tmp_path / "bars" / "lying" / "1.png").read_bytes()
+    for name in (".ipynb_checkpoints/1.png", "lying/.thumbnails/1.png", "paper.pdf"):
+        (tmp_path / "bars" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bars" / name).write_bytes(whole)
+    (tmp_path / "bars" / ".git").mkdir()
+    found = read_images(source)
+    assert (found.classes, len(found.pixels)) == (["lying", "standing"], 8)
+    assert found.skipped[0].startswith("3 other files (")
+
+
 def layout(tmp_path, *names):
     for n, name in enumerate(names):
         paint(tmp_path / "set" / name, n)
@@ -268,7 +295,7 @@ def layout(tmp_path, *names):
             "in a folder train, valid or test, or none, got .*c/1.png elsewhere",
         ),
         (("train/a/1.png", "train/b/1.png", "val/c/1.png"), "classes of train in every split, got c, which train lacks"),
-        (("val/a/1.png", "val/b/1.png"), "expected images in a folder train next to validation, got none"),
+        (("val/a/1.png", "val/b/1.png"), "expected a folder train next to validation, got none"),
         (("train/1.png", "train/b/1.png"), r"got .*train/1.png in none"),
     ],
 )

@@ -407,6 +407,65 @@ def test_of_a_pair_of_passages_one_has_turned_brackets():
     assert 0.4 < np.mean([label == "the first is turned" for *_, label in rows]) < 0.6
 
 
+def text_files(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "left"),
+    [
+        (["{split}/{c}/{n}.txt", "ROOT/imdbEr.txt"], ("neg", "pos"), {"imdbEr.txt": 1}),
+        (["{c}/{year}/{n}.txt"], ("neg", "pos"), {}),
+        (["{c}/the train journey {n}.txt"], ("neg", "pos"), {}),
+        (["corpus/{c}/{n}.txt", "ROOT/corpus/README.txt"], ("neg", "pos"), {"README.txt": 1}),
+        (["{dev}/{n}.txt"], ("dev", "sales"), {}),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_folders_of_texts(tmp_path, names, classes, left, packed):
+    files = {}
+    for n in range(60):
+        words = {"split": "test" if n % 3 else "train", "c": ("pos", "neg")[n % 2], "year": 2019 + n % 4 // 2, "n": n}
+        files[names[0].format(**words, dev=("dev", "sales")[n % 2])] = f"text {n}"
+    files |= {name.removeprefix("ROOT/"): "of no class" for name in names[1:]}
+    source = text_files(tmp_path / "set", files)
+    if packed:
+        source = str(tmp_path / "set.tar.gz")
+        with tarfile.open(source, "w:gz") as archive:
+            archive.add(tmp_path / "set", ".")
+    found = texts.load_texts(source)
+    assert found.classes == classes
+    assert found.arrays.facts["left"] == left
+    counts = [len(found.labels(split)) for split in ("train", "validation", "test")]
+    assert sum(counts) == 60
+    assert min(counts) > 0  # by folders, or by hash
+    for split in ("train", "validation", "test"):
+        own = {name.split("/")[0] for name, text in files.items() for one, _ in read(found, split) if text == one}
+        assert own == ({"test"} if split == "test" else {"train"}) or "{split}" not in names[0]
+
+
+def test_the_folders_above_a_source_name_no_splits(tmp_path):
+    content = as_csv(samples(90))
+    found = [texts.load_texts(text_files(tmp_path / above / "x", {"rows.csv": content})) for above in ("plain", "train")]
+    assert found[0].arrays.sha256 == found[1].arrays.sha256
+
+
+def test_a_class_of_the_first_line_alone_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text(as_csv(samples(40)))
+    with pytest.raises(ValueError, match=r"rows.csv, line 1: expected a class of several rows, got 'label' alone"):
+        texts.load_texts(str(tmp_path / "rows.csv"), ("2",), "1")
+
+
+def test_columns_without_data_are_refused():
+    recipe = Recipe(task=TextClasses(column="review"))
+    with pytest.raises(ValueError, match="column: expected 'text' without --data, which has columns, got 'review'"):
+        recipe.task.check(recipe)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not REVIEWS.exists(), reason="the film reviews lie beside this repository only")
 def test_film_reviews():

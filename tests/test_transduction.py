@@ -272,6 +272,8 @@ def test_texts_are_tokens_of_one_vocabulary_that_stays_with_the_run(tmp_path, to
     assert data.of_decoded([(own, own) for own in right])["bleu"] == pytest.approx(100)
     if tokenizer == "words":
         unknown = np.full_like(right[0], data.tokenizer.encode("x")[0])
+        figures = data.of_decoded([(unknown, unknown), (right[0], right[0])])
+        assert figures["exact"] == 0.5
         assert data.of_decoded([(unknown, unknown)])["bleu"] == 0
     assert [metric.title for metric in recipe.task.metrics] == ["perplexity", "tokens", "BLEU"]
     first, *_ = data.examples(model, recipe, 2)

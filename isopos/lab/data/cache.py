@@ -68,6 +68,9 @@ def _writing(root: Path) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        name = Path(error.filename or root)
+        if root not in (name, *name.parents) and name not in root.parents:  # a source's
+            raise ValueError(f"data: cannot read {error.filename}: {error.strerror}") from None
         raise ValueError(
             f"cache: cannot write {error.filename or root}: {error.strerror}; ISOPOS_CACHE names another folder"
         ) from None

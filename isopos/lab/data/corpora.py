@@ -267,6 +267,13 @@ def _by_document(source: Source, names: list[str]) -> dict[str, str]:
             if split not in named.values():
                 files = ", ".join(sorted(named))
                 raise ValueError(f"data: expected a file of {split} as well as {files}, got none with text in {source.name}")
+        kinds = {PurePosixPath(name).suffix.lower() for name in named}
+        if other := next((name for name in names if name not in named and PurePosixPath(name).suffix.lower() in kinds), ""):
+            files = " and ".join(sorted(named)[:2])
+            raise ValueError(
+                f"data: expected train, valid or test in the name of every text, as in {files}, or in none, got {other}; "
+                "rename or remove it"
+            )
         return named
     if not source.books or len(names) == 1:
         return {}

@@ -195,7 +195,7 @@ def read_expressions(source: str, console: Console | None = None) -> Splits[Expr
         raise ValueError(
             f"data: expected a file or a folder of rows, but {source} does not exist; without --data they are random"
         )
-    with preparing(find_source(source), console=console) as preparation:
+    with preparing(find_source(source, tables=True), console=console) as preparation:
         (files,), alone = preparation.sources, Path(source).is_file()
         names = [name for name in preparation.names if alone or name.lower().endswith(".tsv")]
         if not names:

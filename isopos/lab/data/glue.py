@@ -1,7 +1,8 @@
 """The tasks of GLUE: labelled texts or pairs of texts, read from the published files.
 
 These are the folders of GLUE's archive (train.tsv and dev.tsv; for MNLI dev_matched.tsv and dev_mismatched.tsv), and the
-archives of CoLA and STS-B, whose tables have no header. The labels of GLUE's test splits are not published.
+archives of CoLA and STS-B, whose tables have no header; those of STS-B end with .csv and have tabs, too. The labels of
+GLUE's test splits are not published.
 
 References:
     GLUE: A Multi-Task Benchmark and Analysis Platform for Natural Language Understanding (Wang et al. 2019).
@@ -100,7 +101,7 @@ def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: Console 
         return in_memory(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():
         raise ValueError(f"data: expected a folder with {name}'s train.tsv and dev.tsv, but {source} does not exist")
-    with preparing(find_source(source), console=console) as preparation:
+    with preparing(find_source(source, tables=True), console=console) as preparation:
         (files,) = preparation.sources
 
         def fill(writer: Writer) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def _fill(
 
 
 def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tuple[str, Sample]]:
-    """The split and the sample of each row of .tsv or .tsv.gz tables.
+    """The split and the sample of each row of tables: .tsv or .tsv.gz, or .csv with tabs.
 
     The name of a file denotes its split: train, dev (validation), mismatched or test. Other files, files of ids, and the
     folders original and tokenized are skipped, and so are test tables without labels.
@@ -141,7 +142,7 @@ def read_glue(source: Source, name: str, dropped: Counter[str]) -> Iterator[tupl
     """
     for file, blocks in source.read(raw=False):
         path = PurePosixPath(Path(file).as_posix())
-        if path.suffix.lower() != ".tsv" or SKIPPED & {*path.parts}:
+        if path.suffix.lower() not in (".tsv", ".csv") or SKIPPED & {*path.parts}:
             continue
         if split := _split(path.stem):
             for sample in _samples(file, split, SUBSETS[name], lines_of(file, blocks, "replace"), dropped):

@@ -123,7 +123,8 @@ class LargeGraph:
 def read_parts(source: str, nodes: int) -> list[LargeGraph]:
     """The graph in a file of edges, cut into three for training, validation and test, which share no node.
 
-    The nodes of each are consecutive in depth-first order, so that most of them stay connected.
+    The nodes of each are consecutive in depth-first order. In trees and maps most of them stay connected; in denser graphs
+    the held-out ones fall apart, and samples are drawn from the connected parts that are large enough.
 
     Args:
         source: As for `isopos.graphs.edges`.

@@ -10,23 +10,23 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+import PIL
 from PIL import Image, ImageOps
 from rich.console import Console
 
 from isopos.lab.data import cache
 from isopos.lab.data.arrays import Writer, hash_of
 from isopos.lab.data.digits import draw_digits
-from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, progress_bars
+from isopos.lab.data.prepare import SPLITS, OnProgress, Preparation, folder_classes, folders_of, progress_bars
 from isopos.lab.data.sources import Source, find_source, hub_images
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 SIDE, COUNTS = 28, (8000, 1000, 1000)  # default size of synthetic digits in pixels; their numbers in each split
-NAMES = {"train": "train", "valid": "validation", "validation": "validation", "val": "validation", "test": "test"}
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N")  # modes without colours
 TRANSPOSED = (5, 6, 7, 8)  # orientations of EXIF that exchange height and width
 AHEAD = 16  # decoded images per thread that may wait to be written
@@ -71,10 +71,10 @@ def read_images(
 ) -> ImageDataset:
     """The images of a folder, an archive or a dataset, decoded into the cache once, then memory-mapped.
 
-    Folders named train, valid (val, validation) and test make the splits; without valid, a tenth of each class of train is
-    held out, by a hash of the files. The orientation of EXIF is applied, 16 bits become 8, and transparent pixels become
-    white. Images of another size are scaled to cover the wanted one and cropped around the centre. Images that cannot be
-    decoded and other files are skipped, see `ImageDataset.skipped`.
+    Folders named train, valid (val, validation, dev) and test make the splits; without valid, a tenth of each class of train
+    is held out, by a hash of the files, so that equal files are in one split. The orientation of EXIF is applied, 16 bits
+    become 8, and transparent pixels become white. Images of another size are scaled to cover the wanted one and cropped
+    around the centre. Images that cannot be decoded, hidden and other files are skipped, see `ImageDataset.skipped`.
 
     Args:
         source: A path, or hf:NAME[:CONFIG] of the hub.
@@ -97,7 +97,8 @@ def read_images(
     with progress_bars(console, "images") as progressing:
         root, stamp = cache.default_root(), files.stamp()
         index = f"index-images-{hash_of(CACHE_VERSION, source, [path for path, _, _ in stamp])[:32]}"
-        survey = cache.cached_value(root, index, stamp, dict[str, Any], lambda: _survey(files, progressing))
+        read = partial(_survey, files, progressing)
+        survey = cache.cached_value(root, index, stamp, dict[str, Any], read) if stamp else read()
         if not (height and width):
             if survey["differs"]:
                 raise ValueError(
@@ -107,7 +108,8 @@ def read_images(
             height, width = survey["height"], survey["width"]
         shape = (1 if grey else survey["channels"], height, width)
         preparation = Preparation((files,), root, progressing, [stamp], survey["sha256"])
-        arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), CACHE_VERSION, shape)
+        made_by = CACHE_VERSION, PIL.__version__, shape
+        arrays = preparation.arrays("images", lambda writer: _fill(writer, files, shape, progressing), *made_by)
     order, labels, split_number = arrays["rows"].T
     splits = {split: order[split_number == n] for n, split in enumerate(SPLITS)}
     by_row = np.empty(len(order), np.int64)
@@ -116,16 +118,12 @@ def read_images(
     return ImageDataset(source, survey["sha256"], arrays["pixels"], by_row, splits, arrays.facts["classes"], skipped)
 
 
-def _inside(source: str, name: str) -> tuple[str, ...]:
-    """The path of a document inside its source: folders and archives, then the file."""
-    return PurePath(name).parts[len(PurePath(source).parts) :]
-
-
 def _images(source: Source, other: list[str]) -> Iterator[tuple[str, bytes]]:
     """Names and contents of files with the suffix of an image; the names of other files are appended to a list."""
-    known = Image.registered_extensions()
+    known = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     for name, blocks in source.documents():
-        if PurePath(name).suffix.lower() in known and not PurePath(name).name.startswith("."):
+        parts = *folders_of(source.name, name), PurePath(name).name
+        if PurePath(name).suffix.lower() in known and not any(part.startswith(".") for part in parts):
             yield name, b"".join(blocks)
         else:
             other.append(name)
@@ -136,7 +134,9 @@ def _survey(source: Source, progressing: OnProgress) -> dict[str, Any]:
     digest, first, differs, channels, names, other = hashlib.sha256(), None, "", 1, [], []
     for name, content in _images(source, other):
         names.append(name)
-        digest.update("/".join(_inside(source.name, name)).encode() + hashlib.sha256(content).digest())
+        digest.update(
+            "/".join((*folders_of(source.name, name), PurePath(name).name)).encode() + hashlib.sha256(content).digest()
+        )
         progressing("reading", len(names), 0)
         try:
             with Image.open(io.BytesIO(content)) as image:
@@ -217,6 +217,8 @@ def _decode(content: bytes, shape: tuple[int, int, int]) -> np.ndarray | None:
             image = image.convert("L" if channels == 1 else "RGB")
             if image.size != (width, height):
                 image = ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC)
+    except MemoryError:  # which says nothing about the file
+        raise
     except Exception:  # as above
         return None
     return np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
@@ -241,7 +243,9 @@ def _arranged(
                 f"data: expected at least {least} images of the class {label}, got {len(members)} in {source}{what}"
             )
         if not by_name:
-            rows[members[: max(1, len(members) // 10)], 1] = SPLITS.index("validation")
+            count = max(1, len(members) // 10)
+            equal = sum(digests[member] == digests[members[count - 1]] for member in members[count:])
+            rows[members[: count + equal if count + equal < len(members) else count], 1] = SPLITS.index("validation")
     if not (rows[:, 1] == SPLITS.index("validation")).any():
         raise ValueError(f"data: expected images of validation that decode, got none in {source}")
     return np.stack((order, *rows[order].T), 1), classes
@@ -249,19 +253,13 @@ def _arranged(
 
 def _splits_and_classes(source: str, names: Sequence[str]) -> list[tuple[str, str]]:
     """Split (or "") and class of each image, by its folders."""
-    folders = [_inside(source, name)[:-1] for name in names]
-    least = min(map(len, folders), default=0)
-    shared = next((n for n, parts in enumerate(zip(*folders, strict=False)) if len({*parts}) > 1), least)
-    labelled, splits = [], [next((n for n, one in enumerate(parts) if _split(one)), None) for parts in folders]
-    for name, parts, at in zip(names, folders, splits, strict=True):
-        if at is None and any(other is not None for other in splits):
+    labelled = folder_classes(source, names)
+    named = any(split for split, _ in labelled)
+    for name, (split, label) in zip(names, labelled, strict=True):
+        if named and not split:
             raise ValueError(f"data: expected every image in a folder train, valid or test, or none, got {name} elsewhere")
-        split, label = ("", parts[shared:]) if at is None else (_split(parts[at]), parts[at + 1 :])
         if not label:
             raise ValueError(f"data: expected images in a folder of their class, at least two of them, got {name} in none")
-        labelled.append((split, label[0]))
-    if splits and splits[0] is not None and "train" not in {split for split, _ in labelled}:
-        raise ValueError(f"data: expected images in a folder train next to {labelled[0][0]}, got none in {source}")
     return labelled
 
 
@@ -275,11 +273,6 @@ def _classes(source: str, labelled: Sequence[tuple[str, str]]) -> list[str]:
     return classes
 
 
-def _split(folder: str) -> str:
-    """The split that the name of a folder or an archive denotes; or ""."""
-    return NAMES.get(folder.lower().partition(".")[0], "")
-
-
 def _check_folders(source: Source) -> None:
     """Raise a ValueError if a sibling of class folders has no files."""
     root = Path(source.name)
@@ -288,5 +281,5 @@ def _check_folders(source: Source) -> None:
     parents = {parent for file in source.files for parent in file.parents}
     for parent in {file.parent.parent for file in source.files if file.parent != root}:
         for folder in sorted(parent.iterdir()):
-            if folder.is_dir() and folder not in parents:
+            if folder.is_dir() and folder not in parents and not folder.name.startswith("."):
                 raise ValueError(f"data: expected images in {folder}, got none; fill or remove it")

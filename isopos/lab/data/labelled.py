@@ -1,8 +1,8 @@
 """Labelled rows of tables (.csv, .tsv, .jsonl) or of folders with one file per row and one folder per class; their splits.
 
-Names of files or folders with train, valid and test make the splits; without valid a tenth of train is held out. Where no
-name contains train, a tenth of all is validation and a tenth is test. Tenths are chosen by a hash of the contents, so equal
-rows are in one split.
+Names of tables, or of folders, with train, valid and test make the splits; without valid a tenth of train is held out. Where
+no name contains train, a tenth of all is validation and a tenth is test. Tenths are chosen by a hash of the contents, so
+equal rows are in one split; splits made by names are kept as they are.
 """
 
 import hashlib
@@ -10,15 +10,16 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from isopos.lab.data.arrays import Arrays, Writer
-from isopos.lab.data.prepare import SPLITS, named_split, split_rule
+from isopos.lab.data.prepare import SPLITS, folder_classes, folders_of, named_split, split_of_folder, split_rule
 from isopos.lab.data.sources import Source, column_index, lines_of, row_error, table_cells
 
 TABLES = (".csv", ".tsv", ".jsonl")
@@ -39,43 +40,55 @@ class LabelledRow(NamedTuple):
 
 
 def labelled_rows(
-    source: Source, names: Sequence[str], columns: Sequence[str], label: str, unlabelled: Callable[[str], None]
+    source: Source,
+    folders: Mapping[str, tuple[str, str]],
+    columns: Sequence[str],
+    label: str,
+    unlabelled: Callable[[str], None],
 ) -> Iterator[LabelledRow]:
     """The labelled rows of a source, in its order.
 
     Args:
-        source: Tables; or one file per row, whose folder is its class. If there are tables, other files are ignored.
+        source: Tables, whose other files are ignored; or one file per row.
+        folders: `text_folders` of its names.
         columns: Columns of the values, by name or, in tables without names, by number from 1 on.
         label: Column of the label, likewise.
         unlabelled: Called with the name of each file that is skipped because it has no labels: test tables without that
-            column, and the folder unsup of aclImdb.
+            column, texts in no folder of a class, and the folder unsup of aclImdb.
 
     Raises:
         ValueError: If there is no row, a column or a label is missing, or a row is broken (with file and line).
     """
-    count, tables = 0, any(name.lower().endswith(TABLES) for name in names)
-    top = PurePosixPath(source.name.replace("\\", "/"))
+    count = 0
     for name, blocks in source.read(raw=False):
-        path, suffix = PurePosixPath(name.replace("\\", "/")), PurePosixPath(name).suffix.lower()
-        if tables and suffix in TABLES:
+        suffix = PurePosixPath(name).suffix.lower()
+        if suffix in TABLES:
             read = json_rows if suffix == ".jsonl" else table_rows
             for row in read(name, lines_of(name, blocks), columns, label, unlabelled):
                 count += 1
                 yield row
-        elif not tables and suffix == ".txt" and path.parent not in (top, top.parent) and not _split_of_folder(path.parent):
-            if path.parent.name == UNLABELLED:
-                unlabelled(f"{path.parent.parent.name}/{UNLABELLED}")
+        elif name in folders:
+            split, folder = folders[name]
+            if folder in ("", UNLABELLED):
+                unlabelled(f"{split}/{UNLABELLED}" if folder else PurePosixPath(name).name)
                 continue
             text = "".join(lines_of(name, blocks)).removesuffix("\n")
             if len(columns) > 1:
                 raise ValueError(f"pair: expected none in folders of texts, got {columns[1]!r}; a table has pairs")
             count += 1
-            yield LabelledRow((text,), path.parent.name, name, 1)
+            yield LabelledRow((text,), folder, name, 1)
     if not count:
         kinds = ", ".join(TABLES)
         raise ValueError(
             f"data: expected rows in files that end with {kinds}, or .txt in one folder per class, in {source.name}"
         )
+
+
+def text_folders(source: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Split and class of each text in folders, see `folder_classes`, by its name; empty for a source with tables."""
+    texts = [name for name in names if name.lower().endswith(".txt")]
+    tables = any(name.lower().endswith(TABLES) for name in names)
+    return {} if tables else dict(zip(texts, folder_classes(source, texts), strict=True))
 
 
 def table_rows(
@@ -192,18 +205,23 @@ def similar_classes(classes: Sequence[str]) -> str:
     return f"{', '.join(pairs[:5])} are separate classes here: if they are one class, write them alike" if pairs else ""
 
 
-def row_splits(names: Iterable[str]) -> Callable[[str, str], str]:
+def row_splits(
+    names: Iterable[str], source: str = "", folders: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> Callable[[str, str], str]:
     """A function from the name of a row's file and its text to its split.
 
-    Files without a suffix of tables or texts are ignored.
+    The name of the file or of the two folders above it, inside the source, denotes the split; of a text in `folders` only
+    its folder does. Files without a suffix of tables or texts are ignored.
     """
     named: dict[str, str | None] = {}
     for name in names:
-        path = PurePosixPath(name.replace("\\", "/"))
-        named[name] = named_split(name) or _split_of_folder(path.parent) or _split_of_folder(path.parent.parent)
-    splits = {split for name, split in named.items() if PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES)}
-    into = split_rule(splits)
-    return lambda name, content: into(named[name], content.encode())
+        if name in folders:
+            named[name] = folders[name][0] or None
+        elif PurePosixPath(name).suffix.lower() in ("", *LINES, *TABLES):
+            above = (split_of_folder(folder) for folder in folders_of(source, name)[:-3:-1])
+            named[name] = named_split(name) or next(filter(None, above), None)
+    into = split_rule(named.values())
+    return lambda name, content: into(named.get(name), content.encode())
 
 
 def assign_splits(
@@ -237,11 +255,6 @@ def assign_splits(
             dropped["repeated"] += 1
         else:
             yield split, row
-
-
-def _split_of_folder(folder: PurePosixPath) -> str | None:
-    """The split that the name of a folder denotes: train, but not my-test."""
-    return named_split(folder.name) if folder.name.isalpha() else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +293,8 @@ class Classes:
         """Write SPLIT-labels, the class of each row; return the sorted names of the classes.
 
         Raises:
-            ValueError: If train or validation has no row, train lacks a class, or there are too few or too many classes.
+            ValueError: If train or validation has no row, train lacks a class, there are too few or too many classes, or
+                only the first line of a table has a class.
         """
         count = sum(map(len, self._rows.values()))
         for split in SPLITS[:2]:
@@ -295,6 +309,12 @@ class Classes:
         if not 1 < len(self._numbers) <= max(2, count // 2):
             some = ", ".join([*self._numbers][:5])
             raise ValueError(f"label: expected classes, 2 at least, got {len(self._numbers)} in {count} rows: {some[:200]}")
+        counts = np.bincount([number for rows in self._rows.values() for number in rows])
+        for label, number in self._numbers.items():
+            file, line = self._first[number]
+            if counts[number] == line == 1 and file.lower().endswith((".csv", ".tsv")):
+                problem = f"expected a class of several rows, got {label[:40]!r} alone, as if the line named the columns"
+                raise row_error(file, line, problem)
         integers = all(label.removeprefix("-").isdecimal() for label in self._numbers)
         names = sorted(self._numbers, key=int if integers else str)
         order = np.argsort(np.array([self._numbers[name] for name in names]))

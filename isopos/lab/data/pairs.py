@@ -139,7 +139,7 @@ def _tokens(arrays: Arrays, split: str, row: int) -> tuple[np.ndarray, np.ndarra
 
 def _parts(source: str, languages: str) -> list[str]:
     """The two files of a source, or the source."""
-    files = [piece.text for piece in read("data", source).split(",")]
+    files = [] if Path(source).exists() else [piece.text for piece in read("data", source).split(",")]
     return files if len(files) == 2 and not languages else [source]
 
 
@@ -147,7 +147,7 @@ def pair_source(source: str) -> Source:
     """The files or the dataset of that name; see `find_source`."""
     if not source:
         raise ValueError(f"data: expected files of pairs, got {source!r}")
-    return find_source(source, tables=True) if source.startswith("hf:") else find_source(source)
+    return find_source(source, tables=not source.lower().endswith(".csv"))
 
 
 def table_pairs(source: Source) -> Iterator[tuple[str, int, tuple[str, str]]]:

@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +31,43 @@ def named_split(name: str) -> str | None:
     words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
     alike = {"train": {"train"}, "validation": {"valid", "validation", "val", "dev", "eval"}, "test": {"test"}}
     return next((split for split, names in alike.items() if names & words), None)
+
+
+def folders_of(source: str, name: str) -> tuple[str, ...]:
+    """The folders and archives of a document inside its source."""
+    return PurePath(name).parts[len(PurePath(source).parts) : -1]
+
+
+def split_of_folder(folder: str) -> str | None:
+    """The split that the name of a folder or an archive denotes: train for train.zip, but not for my-train; or None."""
+    stem = folder.partition(".")[0]
+    return named_split(stem) if stem.isalpha() else None
+
+
+def folder_classes(source: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Split and class of each file of a source, by its folders; "" where these denote none.
+
+    Folders that denote splits are splits if one of them, or of the folders next to them, is train. The class is the folder
+    below, and without splits the first folder that differs.
+
+    Raises:
+        ValueError: If all folders of a level denote splits, but none train.
+    """
+    folders = [folders_of(source, name) for name in names]
+    at = [next((n for n, one in enumerate(parts) if split_of_folder(one)), None) for parts in folders]
+    level = min((n for n in at if n is not None), default=0)
+    siblings = {split_of_folder(parts[level]) for parts in folders if len(parts) > level}
+    if "train" in siblings:
+        return [
+            ("", "") if n is None else (split_of_folder(parts[n]) or "", "".join(parts[n + 1 : n + 2]))
+            for parts, n in zip(folders, at, strict=True)
+        ]
+    if siblings and None not in siblings:
+        found = ", ".join(sorted(map(str, siblings)))
+        raise ValueError(f"data: expected a folder train next to {found}, got none in {source}")
+    least = min(map(len, folders), default=0)
+    shared = next((n for n, some in enumerate(zip(*folders, strict=False)) if len({*some}) > 1), least)
+    return [("", "".join(parts[shared : shared + 1])) for parts in folders]
 
 
 def split_rule(named: Iterable[str | None]) -> Callable[[str | None, bytes], str]:
@@ -140,7 +177,10 @@ def preparing(
     with progress_bars(console) as progressing:
         stamps = [source.stamp() for source in sources]
         surveys = [cached_survey(source, root, progressing, raw) for source in sources]
-        about = [(sha256, [[PurePosixPath(name).parts[-3:], size] for name, size in sizes]) for sha256, sizes in surveys]
+        about = [
+            (sha256, [[folders_of(source.name, name), PurePath(name).name, size] for name, size in sizes])
+            for source, (sha256, sizes) in zip(sources, surveys, strict=True)
+        ]
         yield Preparation(sources, root, progressing, stamps, hash_of(CACHE_VERSION, about), surveys)
 
 

@@ -346,7 +346,7 @@ def _rows_of(rows: Any) -> Iterator[dict[str, Any]]:
 def hub_images(source: str) -> Source:
     """The encoded images of hf:NAME[:CONFIG] as documents SPLIT/CLASS/NUMBER.png.
 
-    Images without a label have the suffix .unlabelled.
+    Images without a label have the suffix .unlabelled. A slash in the name of a class becomes a division slash.
 
     Raises:
         ValueError: If a split does not have one column of images and one of classes.
@@ -373,7 +373,8 @@ def hub_images(source: str) -> Source:
             classes, stored = rows.features[label], rows.cast_column(image, datasets.Image(decode=False))
             for n, row in enumerate(stored):
                 content, known = row[image]["bytes"], row[label] is not None and row[label] >= 0
-                folder = f"{classes.int2str(row[label])}/{n}.png" if known else f"{n}.unlabelled"
+                name = classes.int2str(row[label]).replace("/", "\N{DIVISION SLASH}") if known else ""
+                folder = f"{name}/{n}.png" if known else f"{n}.unlabelled"
                 yield f"{source}/{split}/{folder}", iter([content or Path(row[image]["path"]).read_bytes()])
 
     return Source(source, documents, _hub_files(splits))

@@ -14,11 +14,12 @@ import numpy as np
 from rich.console import Console
 
 from isopos.lab.data.arrays import Ragged, Writer, in_memory
-from isopos.lab.data.labelled import Classes, LabelledArrays, LabelledRow, labelled_rows, row_splits
+from isopos.lab.data.labelled import Classes, LabelledArrays, LabelledRow, labelled_rows, row_splits, text_folders
 from isopos.lab.data.prepare import SPLITS, Preparation, check_tokenizer, preparing
 from isopos.lab.data.sources import find_source, row_error
 from isopos.lab.data.tokenizers import Tokenizer, learn
 
+CACHE_VERSION = 2
 WORDS, EACH = 7, 1.5  # words of an example text, and how often a word of the reference occurs in them
 TURNED = ("both as usual", "round ones turned", "square ones turned", "both turned")
 
@@ -106,10 +107,12 @@ def _prepared(
     preparation: Preparation, columns: tuple[str, ...], label: str, kind: str | Tokenizer, vocabulary: int | None
 ) -> Texts:
     """The texts of a source, which is read once for each of its hash, a vocabulary, and its tokens."""
-    (source,), split = preparation.sources, row_splits(preparation.names)
+    (source,), names = preparation.sources, preparation.names
+    folders = text_folders(source.name, names)
+    split = row_splits(names, source.name, folders)
 
     def reading(stage: str, skipped: list[str]) -> Iterator[LabelledRow]:
-        for n, row in enumerate(labelled_rows(source, preparation.names, columns, label, skipped.append)):
+        for n, row in enumerate(labelled_rows(source, folders, columns, label, skipped.append)):
             for name, value in zip(columns, row.values, strict=True):
                 if not isinstance(value, str) or not value.strip():
                     got = "an empty one" if isinstance(value, str) else repr(value)[:40]
@@ -126,8 +129,9 @@ def _prepared(
         skipped: list[str] = []
         return _fill(writer, reading("writing tokens", skipped), split, tokenizer, skipped)
 
-    tokenizer = preparation.tokenizer(kind, vocabulary, training, columns, label)
-    return Texts(source.name, preparation.arrays("texts", fill, columns, label, tokenizer.fingerprint), tokenizer)
+    tokenizer = preparation.tokenizer(kind, vocabulary, training, CACHE_VERSION, columns, label)
+    arrays = preparation.arrays("texts", fill, CACHE_VERSION, columns, label, tokenizer.fingerprint)
+    return Texts(source.name, arrays, tokenizer)
 
 
 def _fill(

@@ -23,6 +23,7 @@ from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
 
+CACHE_VERSION = 2
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # random trees
 DEPTH, NODES = 6, (6, 30)
@@ -96,9 +97,11 @@ def load_trees(
                 yield one
 
         def fill(writer: Writer) -> dict[str, object]:
-            return _fill(writer, reading, row_splits(preparation.names), vocabulary, words)
+            return _fill(writer, reading, row_splits(preparation.names, files.name), vocabulary, words)
 
-        return TreeDataset(files.name, preparation.arrays("trees", fill, column, label, inner, vocabulary, list(words)))
+        return TreeDataset(
+            files.name, preparation.arrays("trees", fill, CACHE_VERSION, column, label, inner, vocabulary, list(words))
+        )
 
 
 def _fill(

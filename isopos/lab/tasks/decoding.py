@@ -130,7 +130,8 @@ def sample_tokens(logits: Tensor, temperature: float, top_p: float, generator: t
     probabilities = (below / temperature).softmax(-1).to(logits.dtype)
     if top_p < 1:
         ordered, order = torch.sort(probabilities, stable=True, dim=-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        before = ordered.cumsum(-1) - ordered  # exactly 0 for the first
+        ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0.0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from isopos.lab.tasks.task import Recipe, Task
+from isopos.lab.tasks.task import Recipe, Task, require
 from isopos.spec import of_layers, split_spec
 
 
@@ -17,6 +17,7 @@ class PositionedTask(Task):
     where: ClassVar[str] = ""  # the same in words: "on a line, which text has"
     bound: ClassVar[tuple[str, str]] = ("longest", "leaves longer ones out")
     """The field that limits the length of samples, and the effect of a smaller value."""
+    columns: ClassVar[tuple[str, ...]] = ()  # fields about the columns of --data
 
     @property
     def fits(self) -> dict[str, object]:
@@ -25,8 +26,15 @@ class PositionedTask(Task):
         return {name: value for name, value in known.items() if value}
 
     def check(self, recipe: Recipe) -> Sequence[str]:
+        self.check_columns()
         self.check_groups(recipe)
         return super().check(recipe)
+
+    def check_columns(self) -> None:
+        """Raise a ValueError for a field about columns if there are none."""
+        for name in self.columns if not getattr(self, "data", "") else ():
+            value, usual = getattr(self, name), getattr(type(self), name)
+            require(name, repr(value), f"{usual!r} without --data, which has columns", value == usual)
 
     def check_groups(self, recipe: Recipe) -> Any:
         """The scheme of a recipe (see `build.build_scheme`), after checks that it fits the samples.

@@ -55,6 +55,7 @@ class Forecast(PositionedTask):
     counted = "values"
     limits = ((("context", "horizon"), 1, 10**6), (("channels", "validation_rows"), 0, 10**9))
     inferred = ("channels",)
+    columns = ("time", "values", "time_unit")
     metrics = (
         Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),
         Metric("MSE", "mse"),
@@ -82,6 +83,7 @@ class Forecast(PositionedTask):
 
         from isopos.lab.tasks.build import build_scheme
 
+        self.check_columns()
         require("season", self.season, "hours from 0 on", 0 <= self.season < float("inf"))
         scheme = build_scheme(recipe)
         on_clock, on_line = _kinds_of(scheme)

@@ -51,6 +51,7 @@ class TextClasses(PositionedTask):
     limits = ((("vocabulary", "classes", "validation_rows"), 0, 10**9), ("longest", 4, 10**9))
     inferred = ("vocabulary", "classes")
     groups, where, bound = ("Line",), "on a line, which text has", ("longest", "cuts texts there")
+    columns = ("column", "label")
     metrics = classifier_metrics("held-out texts", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:

@@ -287,6 +287,8 @@ class Sequences(Transduced):
         if self.tokenizer:
             from torchmetrics.functional.text import bleu_score
 
+            known = [pair for pair in decoded if UNK not in self.text(pair[0]).split()]
+            figures["exact"] = sum(np.array_equal(*pair) for pair in known) / len(decoded)
             references, texts = ([self.text(side) for side in sides] for sides in zip(*decoded, strict=True))
             figures["bleu"] = 100 * float(
                 bleu_score(texts, [[reference.replace(UNK, "<other>")] for reference in references])

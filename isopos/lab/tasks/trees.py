@@ -52,6 +52,7 @@ class TreeClasses(PositionedTask):
     limits = ((("vocabulary", "classes", "branches", "longest", "validation_rows"), 0, 10**9),)
     inferred = ("vocabulary", "classes", "branches", "longest")
     groups, where = ("Line", "Tree"), "in a tree or on a line"
+    columns = ("column", "label")
     metrics = classifier_metrics("held-out trees", "whose class is found")
 
     def setting(self, recipe: Recipe) -> str:
