@@ -170,6 +170,8 @@ def renumber(x: Tensor, columns: tuple[int, ...], number: Callable[[Tensor], Ten
 def _parent_array(source: Any) -> Tensor | None:
     """The parents ``[n]`` if the source holds parents, else None."""
     if isinstance(source, Tensor | np.ndarray):
+        if isinstance(source, np.ndarray) and source.dtype.kind not in "biuf":
+            raise ValueError(f"tree: expected parents as integers [n], got {list(source.shape)} of {source.dtype}")
         parents = source if isinstance(source, Tensor) else torch.from_numpy(source.copy())
         if parents.ndim != 1 or parents.is_floating_point() or parents.is_complex() or parents.dtype == torch.bool:
             raise ValueError(f"tree: expected parents as integers [n], got {list(parents.shape)} of {parents.dtype}")
