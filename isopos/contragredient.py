@@ -7,7 +7,7 @@ isometry norms change, scores are unbounded, and the dtype of tables limits the 
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Sequence
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from isopos.catalog import at_least
 from isopos.deprecation import renamed
-from isopos.encodings import Coupling, Encoding, rescaled_parts, shortest
+from isopos.encodings import Coupling, Encoding, Side, Sided, rescaled_parts, shortest
 from isopos.exact import cast_down, constant, is_exporting, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
 from isopos.ops.rotate import rotations
-from isopos.poses import Projective, inverse_by_minors
+from isopos.poses import Projective, inverse_4x4
 from isopos.positions import Line, Product
 
 __all__ = ["Contragredient", "ContragredientSum", "Jordan", "Projection"]
@@ -28,21 +28,8 @@ __all__ = ["Contragredient", "ContragredientSum", "Jordan", "Projection"]
 __getattr__ = renamed(__name__, {"Beside": "isopos.contragredient.ContragredientSum"})
 
 
-class Contragredient(Coupling, ABC):
-    """A representation rho of `group` on `features` features."""
-
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The map rho(x)^-T."""
-        self.group.check(x)
-        return self._at(x, dtype, dual=True)
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        """The map rho(x)."""
-        self.group.check(x)
-        return self._at(x, dtype, dual=False)
-
-    @abstractmethod
-    def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap: ...
+class Contragredient(Sided, ABC):
+    """A representation rho of `group` on `features` features: rho(x)^-T for queries, rho(x) for keys."""
 
 
 class Jordan(Contragredient):
@@ -103,18 +90,18 @@ class Jordan(Contragredient):
             return ""
         return f"expected another rule than longrope for blocks of {self.order} pairs that share a frequency, got longrope"
 
-    def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         self._check_length(x)
         parts: list[TokenMap] = []
         if self.frequency is not None:
             parts.append(Rotation(rotations(x, self.extended(self.frequency), dtype)))
-        sign = -1 if dual else 1  # queries shrink with x, keys grow
+        sign = -1 if side == "query" else 1  # queries shrink with x, keys grow
         if self.grows:
             factor = torch.exp(sign * to_float64(self.growth, x.device) * to_float64(x))[..., None, :, :]
             parts.append(Scaling(cast_down(factor, dtype, x.device)))
         if self.order > 1:
             steps = (sign / self.length * to_float64(x))[..., None, :, :]
-            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, self.features // self.order, dual))
+            parts.append(Shear(cast_down(steps, dtype, x.device), self.order, self.features // self.order, side == "query"))
         first, *others = parts or [Identity()]
         for part in others:
             first = Composed(first, part)
@@ -150,10 +137,10 @@ class Projection(Contragredient):
         self.group = Projective()
         self.features = self.out_features = features
 
-    def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         matrix = to_float64(x).unflatten(-1, (4, 4))
-        inverse = inverse_by_minors if is_exporting() else torch.linalg.inv
-        matrix = inverse(matrix).mT if dual else matrix
+        inverse = inverse_4x4 if is_exporting() else torch.linalg.inv
+        matrix = inverse(matrix).mT if side == "query" else matrix
         return Tiles(cast_down(matrix[..., None, :, :, :], dtype, x.device))
 
 
@@ -189,15 +176,11 @@ class ContragredientSum(Contragredient):
             return ""
         return f"expected linear or llama3 for parts with a coordinate in common, got {rule.name}, which needs all pairs"
 
-    def _at(self, x: Tensor, dtype: torch.dtype, *, dual: bool) -> TokenMap:
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         columns = self.group.split(x) if isinstance(self.group, Product) and not self.shared else (x,) * len(self.parts)
         parts = [part for part in self.parts if isinstance(part, Coupling)]
-        sides = (part.query if dual else part.key for part in parts)
+        sides = (getattr(part, side) for part in parts)
         return Blocks(tuple(side(a, dtype) for side, a in zip(sides, columns, strict=True)), self.widths)
-
-    @property
-    def all_extensible(self) -> bool:
-        return all(part.all_extensible for part in self.parts)  # pyright: ignore[reportAttributeAccessIssue]
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return rescaled_parts(self.parts, rho, factor)

@@ -8,13 +8,12 @@ encoding behind a learned linear map is relative.
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from isopos.catalog import at_least
-from isopos.encodings import Coupling, Encoding, rope_frequencies
+from isopos.encodings import Coupling, Encoding, Side, Sided, rope_frequencies
 from isopos.exact import Weight, cast_down, constant, float64_device, full_precision, normal, to_float64
 from isopos.feature_maps import FeatureMap
 from isopos.lengths import Extension, Linear
@@ -23,29 +22,12 @@ from isopos.ops.noise import gaussian
 from isopos.ops.rotate import angles, rotation_table, rotations, skew_exponential
 from isopos.positions import Line, lines
 
-Side = Literal["query", "key"]
-
 __all__ = ["Absolute", "Adapted", "Constrained", "ConvSPE", "Lie", "Polar", "SineSPE", "TransformerXL"]
 
 SOFTPLUS = FeatureMap("softplus", torch.nn.functional.softplus)
 
 
-class _Sided(Coupling, ABC):
-    """One rule for both sides."""
-
-    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        self.group.check(x)
-        return self._at(x, dtype, "query")
-
-    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
-        self.group.check(x)
-        return self._at(x, dtype, "key")
-
-    @abstractmethod
-    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap: ...
-
-
-class Absolute(_Sided):
+class Absolute(Sided):
     """An encoding on one side only: scores depend on the position of the query, or of the key, relative to the origin.
 
     The other side's isometry is evaluated at the identity. Only the monoid laws hold: a shift changes scores.
@@ -68,10 +50,6 @@ class Absolute(_Sided):
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         return self.encoding(x if side == self.side else self.group.origin(*x.shape[:-1], device=x.device), dtype)
-
-    @property
-    def all_extensible(self) -> bool:
-        return self.encoding.all_extensible
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return self.encoding.rescaled(rho, factor)
@@ -141,8 +119,9 @@ class Constrained(Coupling):
 class TransformerXL(Coupling):
     """Four terms of content and relative sinusoids: (q_x + u)^T k_y + (q_x + v)^T W p_{y-x}.
 
-    p_{y-x} is a rotation of p_y, so the second product is one of x's features, rotated, and constant channels p_y. It is
-    exact at every offset, without a table of offsets. The terms are parts of a logit: for softmax attention.
+    p_{y-x} is p_y rotated by -x. So the second product is that of the query's features, rotated, and channels p_y, which
+    depend on the key's position alone. It is exact at every offset, without a table of offsets. The terms are parts of a
+    logit: for softmax attention.
 
     Args:
         features: d of queries and keys.
@@ -219,7 +198,7 @@ class Polar(Coupling):
         return Composed(Mapped(Identity(), SOFTPLUS), rotation) if self.magnitudes else rotation
 
 
-class Adapted(_Sided):
+class Adapted(Sided):
     """An encoding of A q and A k with a learned map A = U diag(s) V^T per head: <A q, rho(x^-1 y) A k>.
 
     U = exp(B - B^T) and V = exp(C - C^T) are rotations, s = exp(r) is positive; B, C and r are initially zero, and A the
@@ -256,16 +235,12 @@ class Adapted(_Sided):
         scale = torch.exp(sign * to_float64(self.stretch.parameter, x.device))
         return Composed(LinearMap(cast_down((u * scale[:, None]) @ v.mT, dtype, x.device)), self.encoding(x, dtype))
 
-    @property
-    def all_extensible(self) -> bool:
-        return self.encoding.all_extensible
-
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         assert isinstance(rho, Composed)
         return Composed(rho.first, self.encoding.rescaled(rho.second, factor))
 
 
-class Lie(_Sided):
+class Lie(Sided):
     """exp(sum_c x_c (A_c - A_c^T)) with learned generators per head and axis that need not commute.
 
     It is an isometry, but no representation of a grid: exp(X)^T exp(Y) is exp(Y - X) only if X and Y commute. Scores are
@@ -303,7 +278,7 @@ class Lie(_Sided):
         return Operators(cast_down(skew_exponential(total.contiguous()), dtype, x.device))
 
 
-class _Stochastic(_Sided, ABC):
+class _Stochastic(Sided, ABC):
     """Random combinations of features: codes ``[*b h t r d]`` whose products have the mean P_d(x - y).
 
     With a gate (Liutkus et al. 2021, "gated SPE"), a code is sqrt(1 - g_d) code + sqrt(g_d) e_d with noise e_d shared by all

@@ -66,7 +66,7 @@ class Learned(Embedding, ExactModule):
     def __init__(self, length: int, model_dim: int, *, seed: int = 0):
         super().__init__()
         self.model_dim, self.max_length, self.seed = model_dim, at_least("length", length), seed
-        self.weight = nn.Parameter(torch.empty(length, model_dim))
+        self.weight = nn.Parameter(torch.empty(length, model_dim, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from isopos.positions import Group, Line, Product, Ring, Tree, lines
 __all__ = ["Coupling", "DirectSum", "Encoding", "Exponential", "Identity", "InBasis", "Partial", "Permutation", "Rotary"]
 __all__ += ["TreePath", "long_orders", "random_permutations", "rope_frequencies"]
 
+Side = Literal["query", "key"]
 SEGMENT = 1 << 15  # tokens per lookup of permutations, which takes about 64 bytes per feature
 
 
@@ -72,10 +73,12 @@ class Coupling(ExactModule, ABC):
     @property
     def all_extensible(self) -> bool:
         """Whether an extension changes the frequencies of all features."""
-        return self.extensible
+        children = (child if isinstance(child, nn.ModuleList) else (child,) for child in self.children())
+        inner = [part for parts in children for part in parts if isinstance(part, Coupling)]
+        return all(part.all_extensible for part in inner) if inner else self.extensible
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
-        """Its map rho with the features multiplied whose frequencies an extension changes."""
+        """The map rho, with a factor on the features whose frequencies an extension changes."""
         return maps.rescaled(rho, factor) if self.extensible else rho
 
     def refusal(self, rule: Extension) -> str:
@@ -110,6 +113,21 @@ class Encoding(Coupling, ABC):
     @abstractmethod
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Evaluate at positions x ``[*b t c]``: tables ``[*b h t .]`` in `dtype` (float32 or float64) on x's device."""
+
+
+class Sided(Coupling, ABC):
+    """A coupling with one rule for both sides, `at`."""
+
+    def query(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        return self._at(x, dtype, "query")
+
+    def key(self, x: Tensor, dtype: torch.dtype = torch.float32) -> TokenMap:
+        self.group.check(x)
+        return self._at(x, dtype, "key")
+
+    @abstractmethod
+    def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap: ...
 
 
 def rope_frequencies(count: int, base: float = 10000.0) -> Tensor:
@@ -454,10 +472,6 @@ class InBasis(Encoding):
         rho = self.encoding(x, dtype)  # checks x
         return Chain(self.basis(x.device, dtype), rho)
 
-    @property
-    def all_extensible(self) -> bool:
-        return self.encoding.all_extensible
-
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         assert isinstance(rho, Chain)
         return maps.composed(rho.first, self.encoding.rescaled(rho.second, factor))
@@ -497,10 +511,6 @@ class DirectSum(Encoding):
         parts = tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True))
         return BlockSum(parts, self.widths, self.returned)
 
-    @property
-    def all_extensible(self) -> bool:
-        return all(part.all_extensible for part in self.parts)  # pyright: ignore[reportAttributeAccessIssue]
-
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return rescaled_parts(self.parts, rho, factor)
 
@@ -525,6 +535,10 @@ class Partial(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         inner, rest = self.encoding, self.rest
         return BlockSum((inner(x, dtype), maps.Identity()), (inner.features, rest), (inner.out_features, rest))
+
+    @property
+    def all_extensible(self) -> bool:
+        return False
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return rescaled_parts((self.encoding, None), rho, factor)

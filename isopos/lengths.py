@@ -369,11 +369,11 @@ def search(
 ) -> LongRope:
     """Evolutionary search for the rule with the lowest score, by which LongRoPE2 finds its factors.
 
-    A rule has a critical pair and, from it on, factors that do not decrease, from s to `most` times s; pairs before it have
-    those of a larger base that ends in the critical pair's, lambda_i = lambda_c^(i / c). The critical pair is at or before
-    the first one without a whole turn over the trained positions, since slow pairs have seen too little of their turns. It
-    starts from s at each critical pair; in each round, changes of factors or of the critical pair, and mixtures of two rules
-    with the same one, take the places of the worse half.
+    A rule has a critical pair and, from it on, factors that do not decrease, from s to `most` times s. Pairs before it have
+    the factors of a larger base, lambda_i = lambda_c^(i / c), which reach the critical pair's at i = c. The critical pair is
+    at or before the first one without a whole turn over the trained positions, since slow pairs have seen too little of
+    their turns. The search starts from s at each critical pair. In each round, changes of factors or of the critical pair,
+    and mixtures of two rules with the same one, replace the worse half.
 
     LongRoPE2's score is perplexity of the answer's tokens alone in texts of the new length with a needle, an answer far
     before its question: ``score`` extends the scheme by ``scheme.extend(**rule.arguments)`` and measures this. The same

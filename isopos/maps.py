@@ -369,10 +369,6 @@ class _SideBySide(TokenMap, ABC):
 class BlockSum(_SideBySide, Isometry):
     """Isometries side by side, each on a separate slice of the features."""
 
-    parts: tuple[Isometry, ...]
-    widths: tuple[int, ...]
-    returned: tuple[int, ...] = ()
-
     def apply(self, x: Tensor) -> Tensor:
         match self.parts:
             case Rotation(lifted=False) as rotation, Identity():
@@ -402,9 +398,6 @@ class _Composition(TokenMap, ABC):
 
 class Chain(_Composition, Isometry):
     """Composition of isometries: ``second(first(x))``."""
-
-    first: Isometry
-    second: Isometry
 
     def fused(self, x: Tensor) -> Tensor | None:
         match self.first, self.second:

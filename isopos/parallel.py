@@ -239,6 +239,8 @@ def shards(group: Any, count: int, device: torch.device) -> Shards | None:
 class _Collective(ABC):
     """A collective and its transpose. Each starts and returns a buffer, which is read when its work handle is done."""
 
+    like: list[tuple[torch.Size, torch.dtype]]  # of rows of the results
+
     def __init__(self, shards: Shards):
         self.shards, self.group = shards, shards.group
 
@@ -246,9 +248,9 @@ class _Collective(ABC):
     def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         """Start the collective; return its buffer, its work handle and the number of bytes sent."""
 
-    @abstractmethod
     def receive(self, buffer: Tensor) -> list[Tensor]:
         """Results, read from the buffer."""
+        return _unpacked(buffer, self.like)
 
     @abstractmethod
     def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
@@ -268,9 +270,6 @@ class _Gather(_Collective):
         self.like, (row,) = self._like(tensors, 0), _packed([x[None] for x in tensors])
         buffer = row.new_empty(self.shards.size, len(row))
         return buffer, _all_gather(buffer, row, self.group), (self.shards.size - 1) * len(row)
-
-    def receive(self, buffer: Tensor) -> list[Tensor]:
-        return _unpacked(buffer, self.like)
 
     def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         self.back, rows = self._like(grads, 1), _packed(grads)
@@ -316,9 +315,6 @@ class _Tokens(_Collective):
     def send(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         self.like, rows = self._like(tensors, 1), _packed(tensors)
         return self._swap(torch.cat([rows[slice(*part)] for part in self.parts]), self.sent, self.received)
-
-    def receive(self, buffer: Tensor) -> list[Tensor]:
-        return _unpacked(buffer, self.like)
 
     def send_back(self, grads: Sequence[Tensor]) -> tuple[Tensor, Any, int]:
         self.back = self._like(grads, 1)
@@ -417,9 +413,8 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """Bytes ``[n bytes]`` of tensors ``[n ...]``."""
     shapes = [(len(x), x.shape[1:].numel()) for x in tensors]
     rows = [x.reshape(shape).contiguous() for x, shape in zip(tensors, shapes, strict=True)]
-    return torch.cat(
-        [x.as_strided(x.shape, (x.shape[1], 1)).view(torch.uint8) for x in rows], 1
-    )  # axes of 1 have any stride
+    rows = [x.as_strided(x.shape, (x.shape[1], 1)) for x in rows]  # axes of 1 have any stride
+    return torch.cat([x.view(torch.uint8) for x in rows], 1)
 
 
 def _unpacked(rows: Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:

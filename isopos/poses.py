@@ -1,6 +1,5 @@
 """Cameras as positions: 4 x 4 matrices that map image points, with their depth, to the world."""
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -15,12 +14,6 @@ from isopos.positions import Group
 __all__ = ["Projective", "cameras"]
 
 MAX_CONDITION = 1e4  # with larger condition numbers, float32 tables lose more than 6e-4
-PAIRS = tuple(itertools.combinations(range(4), 2))
-MINORS = [  # for each row: columns a, the number of the complementary pair, and the sign of (row, a, pair)
-    (a, PAIRS.index(rest), (-1) ** sum(m > n for m, n in itertools.combinations((row, a, *rest), 2)))
-    for row, a in itertools.permutations(range(4), 2)
-    if (rest := tuple(n for n in range(4) if n not in (row, a)))
-]
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,9 @@ def cameras(
         K = _in_images(intrinsics, size)
         if K.ndim > 2 and K.shape[:-2] != pose.shape[:-2]:
             raise ValueError(f"intrinsics: expected [3 3] or {[*pose.shape[:-2], 3, 3]}, got {list(K.shape)}")
-        matrix = matrix @ torch.linalg.inv(torch.nn.functional.pad(K, (0, 1, 0, 1)) + _corner(K))
+        whole = torch.nn.functional.pad(K, (0, 1, 0, 1))
+        whole[..., 3, 3] = 1
+        matrix = matrix @ torch.linalg.inv(whole)
     elif size is not None:
         raise ValueError("size: expected None without intrinsics, which it rescales, got a size")
     rows = matrix.flatten(-2)
@@ -192,15 +187,10 @@ def _in_images(intrinsics: Tensor, size: tuple[float, float] | None) -> Tensor:
     return scale @ K
 
 
-def _corner(like: Tensor) -> Tensor:
-    """A 4 x 4 matrix with 1 in the last entry, otherwise 0."""
-    return torch.tensor([0.0, 0, 0, 1], dtype=torch.float64, device=like.device).diag()
-
-
 def _inverses(matrix: Tensor) -> Tensor:
     """Inverses of matrices ``[*b t 4 4]``; ValueError if one is nearly singular, on the CPU and outside a compiler."""
     if is_exporting():
-        return inverse_by_minors(matrix)
+        return inverse_4x4(matrix)
     if matrix.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.linalg.inv(matrix)
     inverse, info = torch.linalg.inv_ex(matrix)
@@ -220,22 +210,23 @@ def _matrices(x: Tensor) -> Tensor:
     return to_float64(x).unflatten(-1, (4, 4))
 
 
-def inverse_by_minors(matrix: Tensor) -> Tensor:
-    """Inverses of matrices ``[... 4 4]`` by products and sums, for exported programs: ONNX has no inverse.
+def inverse_4x4(matrix: Tensor) -> Tensor:
+    """Inverses of matrices ``[... 4 4]`` by products and traces, for exported programs: ONNX has no inverse.
+
+    This is the method of Faddeev and LeVerrier.
 
     Examples:
         >>> matrix = torch.randn(5, 4, 4, dtype=torch.float64)
-        >>> torch.allclose(inverse_by_minors(matrix), torch.linalg.inv(matrix))
+        >>> torch.allclose(inverse_4x4(matrix), torch.linalg.inv(matrix))
         True
     """
-    first, second = torch.tensor(PAIRS, device=matrix.device).mT
-    column, pair, sign = torch.tensor(MINORS, device=matrix.device).view(4, 3, 3).unbind(-1)
+    unit = torch.eye(4, dtype=matrix.dtype, device=matrix.device)
 
-    def applied(x: Tensor, y: Tensor, row: Tensor) -> Tensor:
-        """The complementary 2 x 2 minors of rows x and y, times a third row: ``[... 4]``."""
-        minors = x[..., first] * y[..., second] - x[..., second] * y[..., first]
-        return (minors[..., pair] * sign * row[..., column]).sum(-1)
+    def trace(x: Tensor) -> Tensor:
+        return x.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
-    a, b, c, d = matrix.unbind(-2)
-    adjugate = torch.stack((applied(c, d, b), -applied(c, d, a), applied(a, b, d), -applied(a, b, c)), -1)
-    return adjugate / (a * adjugate[..., 0]).sum(-1)[..., None, None]
+    adjugate = unit.expand_as(matrix)
+    for n in (1, 2, 3):
+        product = matrix @ adjugate
+        adjugate = product - trace(product) / n * unit
+    return 4 * adjugate / trace(matrix @ adjugate)

@@ -415,7 +415,7 @@ def packed(lengths: Sequence[int] | Tensor, *, device: torch.device | str | None
         ([0, 1, 0, 1, 2], [0, 0, 1, 1, 1])
     """
     try:
-        counts = torch.as_tensor(lengths, device=device)
+        counts = torch.as_tensor(lengths if isinstance(lengths, Tensor) else list(lengths), device=device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"lengths: expected a list of token counts, got {lengths}") from None
     real = counts.numel() > 0 and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool)

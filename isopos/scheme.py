@@ -222,7 +222,8 @@ class Scheme(nn.Module):
         rotates = self.turn is not None and not isinstance(self.turn, HouseholderProduct)
         if kind.denominator == "complex" and not (self.encoding.is_complex or rotates):
             raise ValueError(
-                f"denominator: expected 'plain', 'encoded' or 'none', since {name} rotates no pairs, got 'complex'"
+                f"denominator: expected 'plain', 'encoded' or 'none', since {name} does not rotate all features in adjacent "
+                "pairs, got 'complex'"
             )
         if self.bias is None:
             return
@@ -257,12 +258,12 @@ class Scheme(nn.Module):
 
     @property
     def sharpness(self) -> float:
-        """Factor of softmax logits from the extension, next to their scale; 1 if it applies to rotated features instead."""
+        """The extension's factor of softmax logits, in addition to their scale; 1 if `rotary_factor` applies instead."""
         return 1.0 if self.extension is None or self._rotates_apart(self.extension) else self.extension.attention_factor**2
 
     @property
     def rotary_factor(self) -> float:
-        """Factor of the features of queries and of keys whose frequencies an extension changes; 1 if these are all.
+        """The extension's attention factor for the features that it changes, of queries and of keys; 1 if it changes all.
 
         Released checkpoints also multiply cosines and sines; see `isopos.lengths.Yarn.whole_logits`.
         """

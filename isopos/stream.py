@@ -18,6 +18,7 @@ from isopos.ops.library import watched
 from isopos.ops.linear.cpu import CpuSteps
 from isopos.ops.linear.step import TorchSteps
 from isopos.ops.linear.triton_step import TritonSteps
+from isopos.positions import sequence
 from isopos.scheme import Arguments, Scheme
 from isopos.state import State, expect_state
 
@@ -172,7 +173,8 @@ class Stream:
             raise ValueError(f"x: expected positions of {self.scheme.group}, got none; only lines and rings have a default")
         dtype, rows = torch.promote_types(q.dtype, torch.float32), range(self.length, self.length + count)
         if not shared:
-            return self.scheme.at(_positions(rows, q.device) if x is None else x, state=state, dtype=dtype)
+            x = self.length + sequence(count, device=q.device) if x is None else x
+            return self.scheme.at(x, state=state, dtype=dtype)
         return self._tables.at(rows, x, dtype, q.device, state)
 
     def _snapshot(self, sums: Sequence[Tensor]) -> State:
@@ -286,11 +288,6 @@ def _signature(*arguments: Tensor | None) -> tuple[Any, ...]:
     return tuple((type(a), *(getattr(a, name, None) for name in ("shape", "dtype", "device"))) for a in arguments)
 
 
-def _positions(rows: range, device: torch.device) -> Tensor:
-    """Positions ``[t 1]`` on a line or a ring."""
-    return torch.arange(rows.start, rows.stop, device=device)[:, None]
-
-
 def _column(decay: Tensor | None) -> Tensor | None:
     return None if decay is None else decay[..., None]
 
@@ -306,10 +303,10 @@ def _is_plannable(problem: LinearProblem) -> bool:
 class _Evaluated:
     """A scheme's arguments at positions x after those `before`."""
 
-    key: Any = None
-    x: Tensor | None = None  # referenced, so that no other tensor gets its id
-    before: Tensor | None = None
-    arguments: Arguments | None = None
+    key: Any
+    x: Tensor  # referenced, so that no other tensor gets its id
+    before: Tensor | None
+    arguments: Arguments
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -321,7 +318,7 @@ class Tables:
 
     def __init__(self, scheme: Scheme):
         self.scheme = scheme
-        self.cached = _Evaluated()
+        self.cached: _Evaluated | None = None
 
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
@@ -332,12 +329,11 @@ class Tables:
             versioned = isinstance(x, Tensor) and not x.is_inference()
             key = (id(x), x._version, *kind) if versioned else object()
         found, before = self.cached, state["positions"]
-        if found.arguments is None or found.key != key or not _equal(found.before, before):
-            x = _positions(rows, device) if x is None else x
+        if found is None or found.key != key or not _equal(found.before, before):
+            x = rows.start + sequence(len(rows), device=device) if x is None else x
             start = State({} if before is None else {"positions": before})  # holds no layer's sums
             found = _Evaluated(key, x, before, self.scheme.at(x, state=start, dtype=dtype))
             self.cached = found  # one assignment, so that other threads see old or new tables
-        assert found.arguments is not None
         return found.arguments.of(state)
 
     def __getstate__(self) -> dict[str, Any]:

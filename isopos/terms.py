@@ -49,9 +49,9 @@ class Term(ABC):
     def shape(self) -> torch.Size:
         """Samples, queries and keys: ``[*b t s]``."""
 
-    @abstractmethod
     def index(self) -> Tensor:
         """The bucket of each query and key: int64 ``[*b t s]``."""
+        raise TypeError(f"index: expected a term with buckets, got a {type(self).__name__}, which has none")
 
     def bucket(self, samples: int) -> PairFunction | None:
         """A function for the bucket of one pair of tokens of `samples` samples; None if no such function exists."""
@@ -164,9 +164,6 @@ class DistanceKernel(_OfPositions):
 
     kernel: str
 
-    def index(self) -> Tensor:
-        raise TypeError("index: expected a term with buckets, got a function of distances, which has none")
-
     def distance(self, samples: int) -> PairFunction:
         """A function for the distance of one pair, rounded once, for tokens of `samples` samples."""
         offset = self.offset(samples)
@@ -198,9 +195,6 @@ class Numbers(Term):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.table.shape[:-3], *self.table.shape[-2:]))
-
-    def index(self) -> Tensor:
-        raise TypeError("index: expected a term with buckets, got numbers of pairs, which have none")
 
     def part(self, rows: slice, columns: slice) -> Term:
         return replace(self, table=self.table[..., rows, columns])

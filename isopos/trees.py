@@ -21,7 +21,7 @@ class Unread(ValueError):
 
     def __init__(self, message: str, at: int):
         super().__init__(f"tree: {message.format(f' at {at}')}")
-        self.message, self.at = message.format(""), at
+        self.at = at
 
 
 def tree(source: Any) -> Tensor:

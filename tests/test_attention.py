@@ -265,10 +265,13 @@ def test_half_puts_the_first_of_each_pair_first():
     ("call", "message"),
     [
         (lambda: Attention(WIDTH + 1, schemes.rope(HEAD_DIM, HEADS)), "a multiple of the 2 heads, got 17"),
-        (lambda: Attention(2 * WIDTH, schemes.rope(HEAD_DIM, HEADS)), "model_dim: expected 16 for this scheme, got 32"),
+        (
+            lambda: Attention(2 * WIDTH, schemes.rope(HEAD_DIM, HEADS)),
+            "model_dim: expected 16, 2 heads of 8 features, got 32; or build the scheme for 4 heads",
+        ),
         (
             lambda: Attention(4 * WIDTH, schemes.permuteformer(HEAD_DIM, HEADS, width=4)),
-            "model_dim: expected 16 for this scheme, got 64",
+            "model_dim: expected 16, 2 heads of 8 features, got 64",
         ),
         (lambda: convert_layout(torch.zeros(6), 4, to="half"), "heads: expected a divisor of the 6 rows, got 4"),
         (lambda: convert_layout(torch.zeros(6), 0, to="half"), "heads: expected a divisor"),

@@ -51,7 +51,7 @@ OTHER = [  # results of every layer but for those of what it is
     *(("batch", f"sample {n} of 3 gives what it gives alone") for n in (1, 2, 3)),
     ("padding content", "two paddings give the same outputs"),
     ("padded rows", "a row of padding alone leaves the other rows as they are"),
-    ("padded rows", "NaN in padded places stays there"),
+    ("padded rows", "NaN in padded positions stays there"),
     ("precision", "bfloat16 at positions + 1024 is as exact as near zero"),
     ("precision", "float16 at positions + 1024 is as exact as near zero"),
 ]
@@ -391,17 +391,34 @@ def test_a_comparison_is_up_to_measured_rounding():
             one,
             "equal",
             slack=slack,
-            where="x",
             remedy="r",
             issue="i",
             fault=lambda: ("y", (("layer", ()),)),
         )
         measured = f"relative difference {difference:.1e}, rounding 1e-04"
         assert [name for name, _ in found.curves] == ["outputs", "layer"][: 1 + (severity == "broken")]
-        broken = Finding("equal", measured, "broken", "x y", "r", "i")
-        assert replace(found, curves=()) == (broken if severity == "broken" else Finding("equal", measured, "sound", "x"))
+        broken = Finding("equal", measured, "broken", "y", "r", "i")
+        assert replace(found, curves=()) == (broken if severity == "broken" else Finding("equal", measured, "sound"))
     for got, expected in ((one * math.nan, one), (one, one * math.inf)):
         assert compared(subject, got, expected, "equal").measured == "outputs are not finite"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "trained", "message"),
+    [
+        ({"rope_type": "yarn"}, None, "expected the parameters of yarn, got no number of trained positions"),
+        ({"rope_type": "llama3", "factor": 8.0}, 8, "expected the parameters of llama3, got no 'high_freq_factor'"),
+        ({"rope_type": "linear", "factor": "2"}, 8, "expected the parameters of linear, got factor: expected a number"),
+    ],
+)
+def test_declared_parameters_that_cannot_be(parameters, trained, message):
+    with pytest.raises(ValueError, match=message):
+        declared_frequencies(parameters | {"rope_theta": 100.0}, 4, trained)
+
+
+def test_one_check_is_chosen_by_its_name():
+    one, some = (isopos.audit(torch.nn.Linear(4, 4), example=torch.ones(1, 12, 4), checks=a) for a in ("shift", ["shift"]))
+    assert str(one) == str(some)
 
 
 @pytest.mark.parametrize(("limit", "shift"), [(None, 37), (12, 0), (24, 0), (25, 1), (50, 26), (61, 37), (4096, 37)])
@@ -536,7 +553,7 @@ class OtherNames(torch.nn.Module):
 def test_a_module_of_tokens_with_other_names_is_measured_as_well():
     report = audit(OtherNames().train(), example=torch.arange(9).repeat(4)[None], relative=True)
     assert report.sound, report
-    nan = ("padded rows", "NaN in padded places stays there")  # of features alone
+    nan = ("padded rows", "NaN in padded positions stays there")  # of features alone
     assert [(a.check, a.expected.partition(" (")[0]) for a in report.results] == [a for a in WHOLE[faults.Rope] if a != nan]
     halved = {"model": faults.Rope().half(), "example": torch.randn(1, 40, 16), "checks": ["shift", "batch"]}
     assert [a.severity for a in audit(**halved, relative=True).results] == ["sound"] * 4

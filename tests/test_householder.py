@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="bias: expected None with a Householder product"):
         Scheme(encodings.Identity(HEAD_DIM), HEADS, attention="softmax", turn=product, bias=T5(HEADS))
     with pytest.raises(
-        ValueError, match="denominator: expected 'plain', 'encoded' or 'none', since Identity rotates no pairs"
+        ValueError, match="denominator: expected 'plain', 'encoded' or 'none', since Identity does not rotate all"
     ):
         schemes.path(HEAD_DIM, HEADS, denominator="complex")
     scheme, state = schemes.path(HEAD_DIM, HEADS, attention="softmax"), isopos.State()

@@ -150,6 +150,18 @@ def test_what_does_not_fit_is_refused(make, message):
         make()
 
 
+def test_layers_of_integers_and_of_real_numbers_take_integers():
+    scheme = PerLayer([isopos.rope_axial(8, 4), isopos.permuteformer_2d(8, 4)])
+    assert scheme.group == isopos.permuteformer_2d(8, 4).group
+
+
+def test_the_fingerprint_follows_the_schemes():
+    scheme = PerLayer([isopos.rope(8, 4)])
+    before = scheme.fingerprint
+    scheme.each[0].extend("linear", factor=2)
+    assert scheme.fingerprint != before
+
+
 def test_as_many_positions_are_taken_as_every_layer_takes():
     schemes = [isopos.cosformer(8, length=20), isopos.cosformer(8, length=100), isopos.none(8)]
     assert PerLayer(schemes).max_length == PerLayer(schemes[::-1]).max_length == 20

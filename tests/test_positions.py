@@ -383,7 +383,9 @@ def test_a_clock_closes_its_rings_and_goes_on():
     torch.testing.assert_close(other, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("lengths", [np.array([2, 3], dtype=np.int16), torch.tensor([2, 3], dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "lengths", [np.array([2, 3], dtype=np.int16), np.array([3, 2])[::-1], torch.tensor([2, 3], dtype=torch.uint8)]
+)
 def test_packed_lengths_may_be_any_integers(lengths):
     assert [a.tolist() for a in packed(lengths)] == [[[0], [1], [0], [1], [2]], [0, 0, 1, 1, 1]]
 

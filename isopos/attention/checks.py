@@ -115,7 +115,7 @@ def check_isometry(
 ) -> tuple[TokenMap, TokenMap]:
     """The maps of queries and keys; TypeError or ValueError if they do not fit.
 
-    Without `features`, theirs are those of a feature map, which may return more than q and k have.
+    Without `features` widths are not checked, because a feature map may return more features than q and k have.
     """
     rho_q, rho_k = _pair("isometry", isometry)
     for name, rho, x in (("q", rho_q, q), ("k", rho_k, k)):

@@ -130,7 +130,7 @@ def linear_attention(
     options: LinearOptions = {"isometry": isometry, "feature_map": feature_map, "decay": decay, "denominator": denominator}
     options |= {"causal": causal, "terms": terms, "mask": mask, "attn_mask": attn_mask, "window": window, "phases": phases}
     options |= {"segment_ids": segment_ids, "transport": transport, "layout": layout, "state": state, "group": group}
-    problem = sharded.checked(check_linear, q, k, v, options, streams=return_state)
+    problem = check_linear(q, k, v, options, streams=return_state)
     if call is not None and call.is_new and call.make(problem, sums_of(problem)) and (out := call.run()) is not None:
         return out
     out, after = attended(problem, q.dtype)
@@ -206,7 +206,7 @@ def naive_linear_attention(
 ) -> Tensor:
     """`linear_attention` by its definition, with all weights in memory; for any number of derivatives and `torch.func`.
 
-    Arguments and shapes as in `linear_attention`, of those in the signature. The cost is quadratic.
+    The arguments have the meaning and shapes of `linear_attention`. The cost is quadratic.
 
     Examples:
         >>> q, k, v = torch.linspace(0, 1, 3 * 2 * 4 * 10 * 16).view(3, 2, 4, 10, 16)

@@ -60,10 +60,8 @@ class SoftmaxOptions(CommonOptions, total=False):
     dropout: float
 
 
-FROM_SCHEMES = {
-    "linear": ("feature_map", "denominator"),
-    "softmax": ("scale", "locality"),
-}  # arguments of one kind that schemes give
+FROM_SCHEMES = {"linear": ("feature_map", "denominator"), "softmax": ("scale", "locality")}
+"""Arguments of one kind that schemes give."""
 
 
 def refuse(kind: str, names: Sequence[str]) -> Never:
@@ -159,16 +157,11 @@ class SoftmaxProblem(Problem):
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
-def check_linear(
-    q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool, path: Tensor | None = None
-) -> LinearProblem:
-    """The problem of linear attention; ValueError for arguments that do not fit together.
-
-    Content-dependent phases start from `path` ``[*b h c]``, the phases of the last token of the previous shard.
-    """
+def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, streams: bool) -> LinearProblem:
+    """The problem of linear attention; ValueError for arguments that do not fit together."""
     phi, denominator, ids = options.get("feature_map"), options.get("denominator", "plain"), options.get("segment_ids")
     features = identity if phi is None else phi
-    problem = _shared(LinearProblem, q, k, v, options, streams=streams, path=path, phi=features)
+    problem = _shared(LinearProblem, q, k, v, options, streams=streams, phi=features)
     q, k, state, decay = problem.q, problem.k, problem.state, problem.decay
     checks.check_denominator(denominator, q)
     checks.check_feature_map(phi)
@@ -193,15 +186,13 @@ def check_linear(
     return _stamped(problem, state, "linear", (name, f"denominator {denominator}"))
 
 
-def check_softmax(
-    q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool, path: Tensor | None = None
-) -> SoftmaxProblem:
-    """The problem of softmax attention; ValueError for arguments that do not fit together. `path` as in `check_linear`."""
+def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, streams: bool) -> SoftmaxProblem:
+    """The problem of softmax attention; ValueError for arguments that do not fit together."""
     state, scale, locality = options.get("state"), options.get("scale"), options.get("locality")
     attn_mask, dropout = options.get("attn_mask"), options.get("dropout", 0.0)
     seen = 0 if not isinstance(state, State) or (keys := state["keys"]) is None else keys.shape[-2]
     pairs = options.get("terms") is not None or locality is not None or attn_mask is not None
-    problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen, pairs=pairs, path=path)
+    problem = _shared(SoftmaxProblem, q, k, v, options, streams=streams, seen=seen, pairs=pairs)
     if problem.shards is not None and pairs:
         seen = problem.shards.total - problem.k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -260,12 +251,11 @@ def _shared(
     streams: bool = False,
     seen: int = 0,
     pairs: bool = False,
-    path: Tensor | None = None,
     **more: Any,
 ) -> AnyProblem:
     """A problem with the fields common to both kinds, and more; after `seen` keys of a stream; heads are not grouped yet.
 
-    With `pairs` there are arguments of all keys of a group. Content-dependent phases start from `path`.
+    With `pairs` there are arguments of all keys of a group.
     """
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
     mask, state = options.get("mask"), options.get("state")
@@ -308,7 +298,9 @@ def _shared(
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         product = None if of_product is None else of_product(keys, mask)
         if sums:
-            total, phase = _totals(sums, keys, mask, path if state is None else state["path"])
+            total, phase = _totals(sums, keys, mask, None if state is None else state["path"])
+            if known is not None:  # from the last token of the previous shard on
+                total = total + known.before(phase).unsqueeze(-2)
             leading = _heads_of((rho_q, rho_k), decay)
             _check_heads([*leading, ("phases", total.shape[-3:-2])], heads, key_heads)
             (rho_q, rho_k), decay = with_phases(sums, total, (rho_q, rho_k), decay, q)

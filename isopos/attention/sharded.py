@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isopos.attention.clipped import scores_of, values_of_terms, with_terms
 from isopos.attention.pairs import with_keys
-from isopos.attention.problem import AnyProblem, LinearProblem, Problem, SoftmaxProblem
+from isopos.attention.problem import LinearProblem, Problem, SoftmaxProblem
 from isopos.attention.segments import JUMP, returns
 from isopos.exact import broadcast, cast_down
 from isopos.maps import Identity
@@ -29,15 +29,6 @@ from isopos.ops.linear.step import weighed
 from isopos.ops.linear.window import within
 from isopos.parallel import Shards
 from isopos.terms import Clipped
-
-
-def checked(check: Callable[..., AnyProblem], q: Tensor, k: Tensor, v: Tensor, options: Any, *, streams: bool) -> AnyProblem:
-    """The checked problem; content-dependent phases continue from the previous shards."""
-    problem = check(q, k, v, options, streams=streams)
-    if problem.shards is None or problem.phase is None:
-        return problem
-    path = problem.shards.before(problem.phase)
-    return check(q, k, v, options | {"group": problem.shards}, streams=streams, path=path)
 
 
 def totals(sums: Sums, problem: LinearProblem) -> Tensor:

@@ -31,8 +31,8 @@ def shift(subject: Subject) -> Iterator[Finding]:
         def place() -> tuple[str, Curves]:
             return first_difference(
                 subject,
-                lambda module: _none(subject.call(module, tokens, positions + subject.shift, _all(tokens))),
-                lambda module: _none(subject.call(module, tokens, positions, _all(tokens))),
+                lambda module: subject.call(module, tokens, positions + subject.shift, _all(tokens)),
+                lambda module: subject.call(module, tokens, positions, _all(tokens)),
             )
 
         yield compared(subject, there, here, says, slack=slack, remedy=remedy, fault=place)
@@ -43,7 +43,7 @@ def shift(subject: Subject) -> Iterator[Finding]:
     else:
         yield Finding(
             "absolute positions see a shift", f"relative difference {error:.1e}", "note", subject.encoding,
-            "none; outputs hang on where a text begins",
+            "none; outputs depend on where a text begins",
         )  # fmt: skip
 
 
@@ -93,8 +93,9 @@ def left_padding(subject: Subject) -> Iterator[Finding]:
             remedy="mask padded keys in every layer, states and convolutions included", issue="unslothai/unsloth#3699",
             fault=lambda positions=positions: first_difference(
                 subject,
-                lambda m: _after(subject.call(m, rows, positions, mask), torch.arange(pad, rows.shape[1])),
-                lambda m: _none(subject.call(m, tokens, None if counted is None else counted[:, pad:], _all(tokens))),
+                lambda m: subject.call(m, rows, positions, mask),
+                lambda m: subject.call(m, tokens, None if counted is None else counted[:, pad:], _all(tokens)),
+                slice(pad, None),
             ),
         )  # fmt: skip
 
@@ -114,8 +115,9 @@ def right_padding(subject: Subject) -> Iterator[Finding]:
             remedy="mask padded keys in every layer",
             fault=lambda rows=rows, mask=mask: first_difference(
                 subject,
-                lambda m: _after(subject.call(m, rows, None, mask), torch.arange(tokens.shape[1])),
-                lambda m: _none(subject.call(m, tokens, None, _all(tokens))),
+                lambda m: subject.call(m, rows, None, mask),
+                lambda m: subject.call(m, tokens, None, _all(tokens)),
+                slice(tokens.shape[1]),
             ),
         )  # fmt: skip
 
@@ -135,7 +137,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-@check("padding content", "Does what stands in padded places matter?", "mask")
+@check("padding content", "Does the content of padded positions change the outputs?", "mask")
 def padding_content(subject: Subject) -> Iterator[Finding]:
     """Compare a left-padded sample with two different paddings: outputs must be equal and finite."""
     pad, tokens = 4, subject.tokens(1, subject.length)
@@ -163,7 +165,7 @@ def padded_rows(subject: Subject) -> Iterator[Finding]:
     stays = bool(subject.outputs(rows, None, mask)[:, pad:].isfinite().all())
     remedy = "fill padded features with zeros: 0 * NaN is NaN in a product with values"
     measured = "it does" if stays else "it reaches other tokens"
-    yield judged("NaN in padded places stays there", measured, stays, remedy=remedy, fault="note")
+    yield judged("NaN in padded positions stays there", measured, stays, remedy=remedy, fault="note")
 
 
 @check("precision", "Do lower dtypes keep positions apart?", "positions", "casts")
@@ -225,11 +227,3 @@ def _left_padded(subject: Subject, tokens: Tensor, pad: int, seed: int) -> tuple
 
 def _all(tokens: Tensor) -> Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool)
-
-
-def _none(_: Tensor) -> None:
-    return None
-
-
-def _after(_: Tensor, index: Tensor) -> Tensor:
-    return index

@@ -10,6 +10,7 @@ from isopos.audit.report import Curves, Finding, Severity
 from isopos.audit.subject import Skip, Subject, relative_error, traced
 
 Measure = Callable[[Subject], Iterable[Finding]]
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,6 @@ def compared(
     expected: Tensor,
     says: str,
     *,
-    where: str = "",
     remedy: str = "",
     issue: str = "",
     slack: float = 1.0,
@@ -77,27 +77,28 @@ def compared(
     measured = f"relative difference {error:.1e}, rounding {subject.rounding:.0e}"
     curves = by_position({"outputs": got}, {"outputs": expected})
     if error <= bound:
-        return Finding(says, measured, "sound", where, curves=curves)
+        return Finding(says, measured, "sound", curves=curves)
     if error == float("inf"):
         measured = "outputs are not finite"
     place, more = fault() if fault is not None else ("", ())
-    return Finding(says, measured, "broken", " ".join(filter(None, (where, place))), remedy, issue, curves=curves + more)
+    return Finding(says, measured, "broken", place, remedy, issue, curves=curves + more)
 
 
 def first_difference(
-    subject: Subject, changed: Callable[[nn.Module], Tensor | None], whole: Callable[[nn.Module], Tensor | None]
+    subject: Subject, changed: Callable[[nn.Module], object], whole: Callable[[nn.Module], object], rows: slice = ALL
 ) -> tuple[str, Curves]:
     """The first submodule whose output differs between two calls that should agree, the difference, and errors of layers.
 
     Args:
-        changed: A call on the exact copy; what it returns is an index of tokens ``[t]`` to compare, or None for all.
-        whole: The call that is right, likewise.
+        changed: A call on the exact copy.
+        whole: The call that is right.
+        rows: Tokens of `changed` that are those of `whole`.
     """
     traces = []
-    for call in (changed, whole):
+    for call, part in ((changed, rows), (whole, ALL)):
         with torch.no_grad(), traced(subject.exact) as seen:
-            index = call(subject.exact)
-        traces.append(seen if index is None else {name: at for name, a in seen.items() if (at := _at(a, index)) is not None})
+            call(subject.exact)
+        traces.append(seen if part is ALL else {name: a[:, part] for name, a in seen.items() if a.ndim == 3})
     curves = by_position(*(layer_outputs(subject.exact, trace) for trace in traces))
     for name, a in traces[0].items():
         b = traces[1].get(name)
@@ -130,11 +131,6 @@ def by_position(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Cu
         errors = ((a - b).abs() / b.abs().max().clamp_min(1e-30)).amax((0, 2)).nan_to_num(torch.inf).tolist()
         curves.append((name, tuple(enumerate(errors))))
     return tuple(curves)
-
-
-def _at(a: Tensor, index: Tensor) -> Tensor | None:
-    """Rows of tokens, where there are as many."""
-    return a[:, index] if a.ndim == 3 and a.shape[1] > int(index.max()) else None
 
 
 def judged(

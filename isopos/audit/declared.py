@@ -28,6 +28,14 @@ def rule(parameters: Mapping[str, Any], trained: int | None, length: int = 0) ->
     kind = parameters.get("rope_type", "default")
     if kind not in KNOWN:
         raise ValueError(f"rope_type: expected one of {', '.join(KNOWN)}, got {kind!r}")
+    try:
+        return _rule(kind, parameters, trained, length)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        got = {KeyError: f"no {error}", ZeroDivisionError: "no number of trained positions"}.get(type(error), str(error))
+        raise ValueError(f"rope_type: expected the parameters of {kind}, got {got}") from None
+
+
+def _rule(kind: str, parameters: Mapping[str, Any], trained: int | None, length: int) -> Extension | None:
     original = parameters.get("original_max_position_embeddings") or trained or 0
     factor = parameters.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
@@ -78,33 +86,41 @@ def diagnosis(actual: Tensor, parameters: Mapping[str, Any], features: int, trai
     actual, declared = actual.double().flatten(), declared_frequencies(parameters, features, trained)
     if len(actual) != len(declared):
         whole = rope_frequencies(len(actual), float(parameters["rope_theta"]))
-        plain = " of the declared base" if _same(actual, whole) else ""
+        plain = " of the declared base" if same(actual, whole) else ""
         return f"{2 * len(actual)} features rotate{plain}, {features} are declared: the partial share or head size is wrong"
     if not bool(actual.isfinite().all()) or not bool(actual.any()):
         return "the table is not initialised"
     for dtype in (torch.float16, torch.bfloat16):
-        if _same(actual, declared.float().to(dtype).double()):
+        if same(actual, declared.float().to(dtype).double()):
             return f"the declared frequencies, rounded to {str(dtype)[6:]}"
-    if _same(actual, declared, 1.1 * torch.finfo(torch.bfloat16).eps):
+    if same(actual, declared, 1.1 * torch.finfo(torch.bfloat16).eps):
         worst = float(((actual - declared).abs() / declared.clamp_min(1e-30)).max())
         return f"the declared frequencies within {worst:.0e}, rounded on the way"
     plain = declared_frequencies({"rope_type": "default", "rope_theta": parameters["rope_theta"]}, features, trained)
-    if _same(actual, plain):
+    if same(actual, plain):
         return f"the scaling {parameters.get('rope_type')!r} is missing: these are the plain frequencies of its base"
-    if len(actual) > 1 and bool((actual > 0).all()):
-        base = float((actual[0] / actual[-1]) ** (len(actual) / (len(actual) - 1)))
-        if _same(actual / actual[0], rope_frequencies(len(actual), base), 1e-3):
-            scaled = "" if abs(float(actual[0]) - 1) < 1e-3 else f", divided by {float(1 / actual[0]):.6g}"
-            return f"frequencies of base {base:.6g}{scaled}"
+    if base := series(actual):
+        return f"frequencies of {base}"
     for factor in (2, 4, 8, 16, 32, 64):
         other = {**parameters, "factor": float(factor)}
-        if "factor" in parameters and _same(actual, declared_frequencies(other, features, trained)):
+        if "factor" in parameters and same(actual, declared_frequencies(other, features, trained)):
             return f"the declared type with factor {factor}"
     ratio = actual / declared.where(declared > 0, 1)
     return f"{float(ratio.min()):.4g} to {float(ratio.max()):.4g} times the declared frequencies"
 
 
-def _same(actual: Tensor, other: Tensor, bound: float = EQUAL) -> bool:
+def series(w: Tensor, digits: int = 6) -> str:
+    """The base of frequencies ``[f]`` that are a geometric series, and what divides it; empty for others."""
+    if len(w) < 2 or not bool((w > 0).all()):
+        return ""
+    base = float((w[0] / w[-1]) ** (len(w) / (len(w) - 1)))
+    if not same(w / w[0], rope_frequencies(len(w), base), 1e-2):
+        return ""
+    return f"base {base:.{digits}g}" + ("" if abs(float(w[0]) - 1) < 1e-3 else f", divided by {float(1 / w[0]):.{digits}g}")
+
+
+def same(actual: Tensor, other: Tensor, bound: float = EQUAL) -> bool:
+    """Whether frequencies equal others up to relative rounding."""
     return actual.shape == other.shape and bool(((actual - other).abs() <= bound * other.abs()).all())
 
 

@@ -15,7 +15,6 @@ from isopos.audit.report import Finding
 from isopos.audit.scores import Attended, equal, layers, recorded_attention
 from isopos.audit.subject import Subject, relative_error, traced
 from isopos.biases import T5
-from isopos.encodings import rope_frequencies
 
 COUNT = 53  # tokens; a prime, which no size of a model is likely to have
 STRIDES = (1, 16, 256)  # far positions tell slow frequencies apart; further away float32 angles are too coarse
@@ -139,9 +138,9 @@ def _means(values: Tensor, group: Tensor) -> Tensor:
     return (total / count.clamp_min(1))[:, group]
 
 
-def attention_of_equal_tokens(subject: Subject, stride: int, content: int = 0) -> list[Attended]:
+def attention_of_equal_tokens(subject: Subject, stride: int) -> list[Attended]:
     """Attention of equal tokens at positions 0, s, 2 s, ...; each layer gets equal features."""
-    tokens, positions = _equal(subject, content), None
+    tokens, positions = _equal(subject, 0), None
     if "positions" in subject.abilities:
         positions = stride * torch.arange(tokens.shape[1])[None]
     with (
@@ -287,7 +286,7 @@ def _words(one: Attended, turn: FittedRotation | None, wanted: Sequence[Tensor])
         return f"{words}, separate frequencies per head", turn.residual, True
     w = turn.shared.abs()
     known = [other for other in wanted if _equals(w, other)]
-    words += f", {_series(w)}"
+    words += f", {declared.series(w, 4) or f'frequencies {float(w.max()):.4g} to {float(w.min()):.4g}'}"
     if wanted and not known:
         words += ": not the declared ones"
     return words, turn.residual, bool(known) or not wanted
@@ -318,12 +317,3 @@ def _equals(w: Tensor, other: Tensor) -> bool:
     mine, theirs = padded.clone(), padded.clone()
     mine[: len(w)], theirs[: len(other)] = w, other
     return bool(((mine - theirs).abs() <= 1e-4 * theirs + 1e-6).all())
-
-
-def _series(w: Tensor) -> str:
-    """A description of frequencies: their base if they are a geometric series from 1."""
-    if len(w) > 1 and bool((w > 0).all()):
-        base = float((w[0] / w[-1]) ** (len(w) / (len(w) - 1)))
-        if bool(((w / w[0] - rope_frequencies(len(w), base)).abs() <= 1e-2 * w / w[0] + 1e-6).all()):
-            return f"base {base:.4g}" + ("" if abs(float(w[0]) - 1) < 1e-3 else f", divided by {float(1 / w[0]):.4g}")
-    return f"frequencies {float(w.max()):.4g} to {float(w.min()):.4g}"

@@ -32,7 +32,7 @@ def audit(
     *,
     relative: bool | None = None,
     causal: bool | None = None,
-    checks: Iterable[str] | None = None,
+    checks: str | Iterable[str] | None = None,
     text: str | Tensor | None = None,
 ) -> Report:
     """Measure whether the positions of a model are sound. On a CPU; the model is not changed; no remote code, no network.
@@ -46,7 +46,7 @@ def audit(
         relative: For a torch module: whether a shift of all positions must not be seen. By default true where a submodule
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
-        checks: Names of checks; all by default.
+        checks: Names of checks, or one name; all by default.
         text: For trained weights: tokens ``[b t]`` of text similar to the training text, or text itself for a folder with a
             tokenizer, which by default is given a few sentences of English.
 
@@ -67,7 +67,7 @@ def audit(
         >>> audit(layer, call, torch.randn(1, 12, 16), relative=True).sound
         True
     """
-    names = list(CHECKS if checks is None else checks)
+    names = [checks] if isinstance(checks, str) else list(CHECKS if checks is None else checks)
     if unknown := [name for name in names if name not in CHECKS]:
         raise ValueError(f"checks: expected names among {', '.join(CHECKS)}, got {unknown[0]!r}")
     name, parts = _subjects(model, call, example, relative, causal)

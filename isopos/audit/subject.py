@@ -45,7 +45,8 @@ class RotaryModule:
         trained: Declared number of positions, ``max_position_embeddings``.
         frequencies: The module's frequencies ``[f]`` in radians per step; None if it has none.
         attention_factor: Factor of cosines and sines.
-        tables: (positions ``[b t]``, dtype) -> cosines and sines ``[b t d]``, of a deep copy where `fresh`.
+        tables: (module, positions ``[b t]``, dtype) -> cosines and sines ``[b t d]``; None if the module has none.
+        refetch: module -> its frequencies ``[f]``; None if it has none.
     """
 
     name: str

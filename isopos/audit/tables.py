@@ -23,8 +23,8 @@ ANY_LENGTH = ("default", "linear", "llama3", "yarn", "proportional", "mrope")  #
 CAST = "cast with from_pretrained(..., dtype=...), or keep the table out of casts and compute it in float32"
 
 
-def _declared(subject: Subject) -> list[tuple[RotaryModule, Tensor]]:
-    """Rotary modules with their declared frequencies ``[f]``."""
+def _declared(subject: Subject, *needed: str) -> list[tuple[Any, Tensor]]:
+    """Rotary modules that have these attributes, with their declared frequencies ``[f]``."""
     declared_rotaries, reasons = [], []
     for rotary in subject.rotary(subject.module):
         if rotary.features is None:
@@ -37,21 +37,20 @@ def _declared(subject: Subject) -> list[tuple[RotaryModule, Tensor]]:
         except (ValueError, KeyError) as error:
             reasons.append(f"{rotary.name}: {error}")
     unless(not declared_rotaries, "; ".join(reasons) or "no rotary module with declared parameters was found")
-    return declared_rotaries
+    return [(a, w) for a, w in declared_rotaries if all(getattr(a, name) is not None for name in needed)]
 
 
 @check("frequencies", "Do the frequencies equal the declared ones?")
 def frequencies(subject: Subject) -> Iterator[Finding]:
     """Compare the frequencies of each module with the declared base, type, factor, trained length and share."""
-    for rotary, want in _declared(subject):
-        if rotary.frequencies is not None:
-            yield _equal(rotary, rotary.frequencies, want)
+    for rotary, want in _declared(subject, "frequencies"):
+        yield _equal(rotary, rotary.frequencies, want)
 
 
 def _equal(rotary: RotaryModule, actual: Tensor, want: Tensor) -> Finding:
     says = f"{rotary.parameters.get('rope_type')} frequencies of base {float(rotary.parameters['rope_theta']):g}"
     actual = actual.detach().double().cpu().flatten()
-    if actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all()):
+    if declared.same(actual, want):
         return Finding(says, f"the same within {_worst(actual, want):.0e}", "sound", rotary.name)
     what = declared.diagnosis(actual, rotary.parameters, rotary.features or 0, rotary.trained)
     issue = "unslothai/unsloth#6907" if "missing" in what else "NVIDIA-NeMo/Automodel#2549" if "rounded" in what else ""
@@ -77,9 +76,7 @@ def attention_factor(subject: Subject) -> Iterator[Finding]:
 @check("tables", "Do cosines and sines fit the declared frequencies, at far positions and in lower dtypes?")
 def tables(subject: Subject) -> Iterator[Finding]:
     """Compare cosines and sines up to the declared maximum position, within rounding of float32 angles and the dtype."""
-    for rotary, _ in _declared(subject):
-        if rotary.tables is None:
-            continue
+    for rotary, _ in _declared(subject, "tables"):
         most = _within(rotary)
         x = torch.tensor([[a for a in FAR if a < most] + [most - 1]])
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -89,8 +86,8 @@ def tables(subject: Subject) -> Iterator[Finding]:
 @check("far positions", "How exact are cosines and sines up to position 2^31?")
 def far_positions(subject: Subject) -> Iterator[Finding]:
     """Compare tables at positions up to 2^31, for types that do not depend on the length of a call."""
-    for rotary, _ in _declared(subject):
-        if rotary.tables is None or rotary.parameters.get("rope_type", "default") not in ANY_LENGTH:
+    for rotary, _ in _declared(subject, "tables"):
+        if rotary.parameters.get("rope_type", "default") not in ANY_LENGTH:
             continue
         x = torch.tensor([FURTHER])
         try:
@@ -179,9 +176,7 @@ def _columns(actual: Tensor, want: Tensor) -> Tensor | None:
 @check("autocast", "Does autocast round the angles?")
 def autocast(subject: Subject) -> Iterator[Finding]:
     """Compare tables for float32 activations under bfloat16 autocast."""
-    for rotary, _ in _declared(subject):
-        if rotary.tables is None:
-            continue
+    for rotary, _ in _declared(subject, "tables"):
         most = min(_within(rotary), 4096)
         x = torch.tensor([[0, 1, most // 3, most - 1]])
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,9 +186,7 @@ def autocast(subject: Subject) -> Iterator[Finding]:
 @check("order of calls", "Does a longer call change what a shorter one gives after it?")
 def order_of_calls(subject: Subject) -> Iterator[Finding]:
     """Compare tables of a fresh copy with tables of a copy that was called at longer positions."""
-    for rotary, _ in _declared(subject):
-        if rotary.tables is None:
-            continue
+    for rotary, _ in _declared(subject, "tables"):
         trained = rotary.trained or 512
         pairs = ((min(64, trained), 4 * trained), (2 * trained, 4 * trained))
         for (short, long), dtype in product(pairs, (torch.float32, torch.bfloat16)):
@@ -237,14 +230,12 @@ def saving(subject: Subject) -> Iterator[Finding]:
 @check("casts", "Does casting the whole module round the frequencies?")
 def casts(subject: Subject) -> Iterator[Finding]:
     """.bfloat16(), .half() and .double() of a copy: a risk, not a fault of the present model."""
-    for rotary, want in _declared(subject):
-        if rotary.frequencies is None or rotary.refetch is None:
-            continue
+    for rotary, want in _declared(subject, "frequencies", "refetch"):
         if not _equal(rotary, rotary.frequencies, want).severity == "sound":
             raise Skip("its frequencies are wrong before any cast")
         for dtype in (torch.bfloat16, torch.float16):
             actual = rotary.refetch(copy.deepcopy(rotary.module).to(dtype)).double().flatten()
-            sound = actual.shape == want.shape and bool(((actual - want).abs() <= declared.EQUAL * want.abs()).all())
+            sound = declared.same(actual, want)
             measured, issue = "they do" if sound else f"rounded by {_worst(actual, want):.0e}", "NVIDIA-NeMo/Automodel#2549"
             yield judged(f"frequencies stay exact in .to({dtype})", measured, sound, rotary.name, CAST, issue, fault="risk")
 

@@ -4,8 +4,7 @@ Values that depend on parameters alone are computed once, at the export. Eigenve
 parameters are thus constants of the program.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ def traced_program(
     auto = torch.export.Dim.AUTO if largest is None else torch.export.Dim.AUTO(max=largest)
     shapes = tuple(dict.fromkeys(axes, auto) for axes in dynamic_axes(inputs, other))
     called = _Called(module).train(module.training)
-    with torch.no_grad(), _zero_and_one(), rotate.as_onnx(onnx):
+    any_size: Any = symbols.patch(backed_size_oblivious=True)  # pyright: ignore[reportAttributeAccessIssue]  # 0 and 1, too
+    with torch.no_grad(), any_size, rotate.as_onnx(onnx):
         program = torch.export.export(called, tuple(inputs.values()), dynamic_shapes=(shapes,), strict=False)
         if any(_changes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # nothing is changed in place
@@ -154,13 +154,6 @@ def _is_random(node: fx.Node) -> bool:
 def _changes(node: fx.Node) -> bool:
     """Whether an operation changes a tensor in place."""
     return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-
-
-@contextlib.contextmanager
-def _zero_and_one() -> Iterator[None]:
-    """Context in which axes of any size may be 0 or 1."""
-    with symbols.patch(backed_size_oblivious=True):  # pyright: ignore[reportAttributeAccessIssue]
-        yield
 
 
 class _Called(nn.Module):

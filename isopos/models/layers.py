@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Self
 
 from torch import nn
@@ -59,7 +58,7 @@ class PerLayer(nn.Module):
     def group(self) -> Group:
         """The group of positions that all layers accept: one of integers, if some layer needs integers."""
         groups = [scheme.group for scheme in self.each if not scheme.position_free] or [self.each[0].group]
-        return next((group for group in groups if not getattr(group, "real", False)), groups[0])
+        return next((group for group in groups if not any(getattr(leaf, "real", False) for leaf in group.leaves)), groups[0])
 
     @property
     def embedding(self) -> Embedding | None:
@@ -94,7 +93,7 @@ class PerLayer(nn.Module):
         every = [scheme.choices for scheme in self.each]
         return {name: " + ".join(dict.fromkeys(choices[name] for choices in every)) for name in every[0]}
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of the fingerprints of the schemes, in the order of layers."""
         return hashlib.sha256("".join(scheme.fingerprint for scheme in self.each).encode()).hexdigest()
@@ -104,5 +103,4 @@ class PerLayer(nn.Module):
         positional = [scheme for scheme in dict.fromkeys(self.each) if not scheme.position_free] or [self.each[0]]
         for scheme in (*copy.deepcopy(positional), *positional):  # first on copies: if one refuses, nothing changes
             scheme.extend(name, **options)
-        vars(self).pop("fingerprint", None)
         return self

@@ -51,7 +51,11 @@ class Attention(nn.Module):
             raise ValueError(f"model_dim: expected a multiple of the {self.heads} heads, got {model_dim}")
         head_dim, features = model_dim // self.heads, scheme.encoding.features
         if head_dim * scheme.width != features:
-            raise ValueError(f"model_dim: expected {self.heads * features // scheme.width} for this scheme, got {model_dim}")
+            size = features // scheme.width
+            heads = f"; or build the scheme for {model_dim // size} heads" if model_dim % size == 0 else ""
+            raise ValueError(
+                f"model_dim: expected {self.heads * size}, {self.heads} heads of {size} features, got {model_dim}{heads}"
+            )
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
         if dropout and scheme.attention == "linear":

@@ -142,6 +142,7 @@ def mrope(
     """
     count = even(head_dim) // 2
     if sections is None:
+        at_least("head_dim", head_dim, 4)
         plane = max(1, count * 5 // 16 if interleaved else count * 3 // 8)
         sections = [count - 2 * plane, plane, plane]
     expect("time", time, ("fast", "slow", "none"))

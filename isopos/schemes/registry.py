@@ -5,6 +5,7 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -95,6 +96,7 @@ def register(**fields: Any) -> Callable[[Function], Function]:
                 raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], accepted())}")
             if isinstance(kind := options.get("attention"), Linear | Softmax):
                 options |= {"attention": kind.name, **kind.chosen}
+            arguments, options = tuple(map(_plain, arguments)), {name: _plain(value) for name, value in options.items()}
             bound = signature.bind(*arguments, **options)
             values = bound.arguments
             at_least("head_dim", values["head_dim"])
@@ -110,6 +112,11 @@ def register(**fields: Any) -> Callable[[Function], Function]:
         return typing.cast(Function, checked)
 
     return add
+
+
+def _plain(value: Any) -> Any:
+    """An int for an integer of another type, such as NumPy's, and other values as they are."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, int) else value
 
 
 def _described(function: Callable[..., Scheme], entry: Entry) -> str:

@@ -84,9 +84,7 @@ def absorb(model: Any) -> Any:
             f"model: expected a scheme of one head or of its {min(few)} heads of keys, each of which has one basis, got one "
             f"of {scheme.heads} heads, several of which share a key; build it with heads={min(few)}"
         )
-    groups = [
-        rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in projections
-    ]  # heads that share one of the scheme's
+    groups = [rows.reshape(scheme.heads, -1, *rows.shape[1:]) for rows in projections]  # that share one of its heads
     device = next((parameter.device for parameter in scheme.parameters()), torch.device("cpu"))  # where its basis is
     layers = [[_linear(group[:, n].flatten(0, 1).to(device)) for n in range(group.shape[1])] for group in groups]
     absorbed = checkpoint.absorb(scheme, *(layer for several in layers for layer in several))

@@ -57,18 +57,21 @@ class LinearLayer:
         """Return new keys and values unchanged; attention updates the cache's state later."""
         return keys, values
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+    ) -> Tensor:
         """Attention of new queries ``[b h t d]`` to new keys ``[b h t d]`` and to those of the state: ``[b h t e]``.
 
         Args:
-            mask: The model's mask ``[b 1 t s]``, causal with padding.
+            mask: The model's mask ``[b 1 t s]``, causal with padding, or one of new keys ``[b t]``; None if all are seen.
             scaling: Factor of logits in the window.
             dropout: Probability of dropping a weight in the window.
         """
         scheme, window = self.evaluated.scheme, self.evaluated.window
         at, layer, t = self.evaluated.at_queries(q), self._layer(), q.shape[-2]
-        seen = mask_of_keys(mask, t)
-        keys = None if "group" not in at and _all_are_seen(seen) else seen
+        keys = mask if mask is None or mask.ndim == 2 else mask_of_keys(mask, t)
+        if keys is not None and "group" not in at and _all_are_seen(keys):
+            keys = None
         options: dict[str, Any] = {"causal": True, "mask": keys, "return_state": layer is not None}
         state = {} if layer is None else {"state": layer.state.stamped(scheme.fingerprint, None)}
         out: Any = linear_attention(q, k, v, **at | state | options)

@@ -1,7 +1,7 @@
 """Models of transformers over a group of processes; each process has a shard of every sequence."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,30 +33,22 @@ def over(model: Any, group: Any) -> Iterator[Any]:
             other positions, and labels that are not shifted.
     """
     decoder: Any = getattr(model, "decoder", None)
-    if hasattr(decoder, "over"):  # IsoposForCausalLM
-        hooks = [model.register_forward_pre_hook(_check_labels, with_kwargs=True)]
-        try:
-            with decoder.over(group):
-                yield model
-        finally:
-            _remove(hooks)
-        return
-    attention.register_attention()
-    part = reading.text_part(model)
-    _check(model, part)
-    configs = {id(config): config for module in (model, *part.modules()) if (config := vars(module).get("config"))}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    hooks = [part.register_forward_pre_hook(partial(_with_group, group), prepend=True, with_kwargs=True)]
-    if part is not model:
-        hooks.append(model.register_forward_pre_hook(_check_labels, with_kwargs=True))
-    try:
-        for config in configs.values():
-            config._attn_implementation = attention.OVER
+    with ExitStack() as stack:
+        if hasattr(decoder, "over"):  # IsoposForCausalLM
+            part = decoder
+            stack.enter_context(decoder.over(group))
+        else:
+            attention.register_attention()
+            part = reading.text_part(model)
+            _check(model, part)
+            hook = partial(_with_group, group)
+            stack.callback(part.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+            for config in {id(a): a for module in (model, *part.modules()) if (a := vars(module).get("config"))}.values():
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+                config._attn_implementation = attention.OVER
+        if part is not model:
+            stack.callback(model.register_forward_pre_hook(_check_labels, with_kwargs=True).remove)
         yield model
-    finally:
-        for config, name in before:
-            config._attn_implementation = name
-        _remove(hooks)
 
 
 def cut_labels(labels: Tensor, group: Any) -> Tensor:
@@ -65,11 +57,6 @@ def cut_labels(labels: Tensor, group: Any) -> Tensor:
     Pass them to a causal model as ``model(tokens, labels=labels, shift_labels=labels)``.
     """
     return cut(F.pad(labels[:, 1:], (0, 1), value=-100), group).contiguous()
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _check(model: Any, part: Any) -> None:

@@ -222,7 +222,8 @@ def read_model(folder: Path) -> Any:
     logging.set_verbosity_error()  # without tables of weights, which the error sums up
     try:
         options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, info = loaded
         if not info["missing_keys"]:
             return model
         reason = f"there is no weight {min(info['missing_keys'])}"

@@ -49,16 +49,11 @@ def contained(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tenso
     return total if bool(seen.all()) else with_gradient_of(total, run(clean), seen)
 
 
-@torch.no_grad()
-def _nonfinite_tokens(sums: Sums) -> tuple[Tensor, Tensor]:
-    """Non-finite queries, and non-finite keys or values: bool ``[*b h t]`` and ``[*b h s]``."""
-    queries, keys, value = sums.made()
-    return nonfinite(queries), nonfinite((*keys, value))
-
-
 def cleaned(sums: Sums) -> tuple[Sums, Tensor]:
     """The problem with non-finite tokens set to zero, and the rows ``[*b h t 1]`` that see one."""
-    of_queries, of_keys = _nonfinite_tokens(sums)
+    with torch.no_grad():
+        queries, keys, value = sums.made()
+        of_queries, of_keys = nonfinite(queries), nonfinite((*keys, value))
     q = torch.where(of_queries[..., None], 0, sums.q)
     k, v = (torch.where(of_keys[..., None], 0, x) for x in (sums.k, sums.v))
     return replace(sums, q=q, k=k, v=v), (of_queries | _sees(of_keys, sums))[..., None]

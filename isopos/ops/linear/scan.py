@@ -110,9 +110,7 @@ class Operand:
         self.grads: Sequence[Tensor | None] = [None] * len(needs)
         self.first = True  # whether no gradient has been written yet
         self.direct = features.direct and not any(needs)
-        self.table = features.table(
-            needs
-        )  # index of the only tensor that needs a gradient, if kernels compute it in closed form
+        self.table = features.table(needs)  # the only tensor that needs a gradient, if kernels compute it in closed form
 
     def open(self) -> None:
         """Allocate buffers for gradients."""

@@ -113,10 +113,8 @@ class TorchSteps:
         for x, known in zip((q, k, v), self.inputs, strict=True):
             if type(x) is not Tensor or x.shape != known.shape or x.dtype != known.dtype or x.device != known.device:
                 return False
-        fixed = (
-            self.sums[0].is_inference() and not torch.is_inference_mode_enabled()
-        )  # inference tensors must not be overwritten
-        return not fixed and not watched()
+        frozen = self.sums[0].is_inference() and not torch.is_inference_mode_enabled()  # must not be overwritten
+        return not frozen and not watched()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
         """The output ``[*b h 1 e]`` of the token with row n of the tables, in q's dtype."""
