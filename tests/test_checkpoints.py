@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def test_the_last_ones_and_the_best_stay(tmp_path, better):
         checkpoints.save_checkpoint(tmp_path, _state(step), step, validation=value, better=better)
     assert _steps(tmp_path) == [2, 5, 6]
     assert checkpoints.best(tmp_path).step == 2
+
+
+def test_other_files_and_folders_among_them_stay(tmp_path):
+    checkpoints.save_checkpoint(tmp_path, _state(1), 1)
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "x-backup")
+    (tmp_path / "checkpoints" / ".DS_Store").write_text("")
+    (tmp_path / "checkpoints" / "step-notes.txt").write_text("")
+    for step in (2, 3, 4, 10**8):
+        checkpoints.save_checkpoint(tmp_path, _state(step), step)
+    assert checkpoints.newest(tmp_path).step == 10**8
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"x-backup", ".DS_Store", "step-notes.txt"}
 
 
 def test_one_without_its_mark_does_not_count_and_goes_with_the_next(tmp_path):

@@ -66,6 +66,15 @@ def test_part_files_of_other_names_stay(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "[a].json"]
 
 
+def test_processes_with_one_id_on_two_machines_write_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with replacing(tmp_path / "a") as one, replacing(tmp_path / "a") as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "one"
+
+
 def test_an_interruption_leaves_no_part_either(tmp_path):
     def interrupt():
         with replacing(tmp_path / "a.txt") as part:

@@ -173,10 +173,9 @@ def test_phrases_are_half_in_order_and_half_reversed():
 
 
 def test_without_data_there_is_one_task():
-    recipe = Recipe(task=Glue(subset="RTE"))
-    with pytest.raises(ValueError, match=r"subset: expected CoLA or none without --data, .* got RTE"):
-        recipe.task.check(recipe)
-    assert "phrases" in Glue(subset="CoLA").setting(recipe)
+    with pytest.raises(ValueError, match=r"subset: expected CoLA without --data, .* got RTE"):
+        load_glue("", "RTE", Bytes())
+    assert "phrases" in Glue(subset="CoLA").setting(Recipe(task=Glue()))
 
 
 def test_the_archive_of_scores_has_tables_that_end_with_csv(tmp_path):

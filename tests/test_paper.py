@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -82,6 +83,28 @@ def test_figures_are_of_the_scale_s_tokens(write, scale, token):
 def test_a_column_before_the_end_is_missing_without_validations(write):
     _, page = write("lower", after="after = 0.5", curve=lambda *_: {})
     assert "figure: not validated." in page
+
+
+def test_figures_that_are_not_finite_are_none(write, tmp_path):
+    _, page = write("lower", seeds=2, figure=lambda name, ours, seed: math.nan if (name, seed) == ("Rope", 1) else ours)
+    assert "Rope, figure: not finite." in page
+    assert json.loads((tmp_path / paper.FIGURES).read_text())["figure"]["Rope"] == {"0": 3.0}
+
+
+def test_a_seed_that_diverged_has_no_part_in_curves(write, tmp_path):
+    steps = {5: 3.0, 10: 2.0, 20: 1.0}
+    write("lower", seeds=2, curve=lambda *_: steps)
+    cell = tmp_path / "cells" / paper.cell_name("", SCHEMES["Base"], 1)
+    scores = json.loads((cell / "scores.json").read_text())
+    (cell / "scores.json").write_text(json.dumps(scores | {"status": "diverged", "columns": {}}))
+    (cell / "metrics.jsonl").write_text(json.dumps({"step": 5, "validation": 3.0}) + "\n")
+    paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
+    page = (tmp_path / "table.md").read_text()
+    assert "Base, figure: diverged." in page
+    rows = [
+        line.split("|") for line in page.splitlines() if line.startswith(("| Base |", "| Rope |")) and line.count("|") > 4
+    ]
+    assert [row[-2].strip() for row in rows] == ["20", "20"]
 
 
 def test_figures_are_kept_as_data_too(write, tmp_path):

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES
 from isopos.lab.reports.intervals import spearman
 from isopos.lab.reports.rates import validations
-from isopos.lab.tables.loader import FOLDER, TABLES, load_table
+from isopos.lab.tables.loader import FOLDER, TABLES, load_table, scored
 from isopos.lab.tasks.attentions import absence
 from isopos.lab.tasks.build import build_scheme
 from isopos.lab.tasks.task import Metric, Scored, View
@@ -238,6 +241,8 @@ def test_spearman_with_ties():
     assert spearman([1, 2, 3], [3, 2, 1]) == -1
     assert spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
     assert spearman([1, 1], [1, 2]) != spearman([1, 1], [1, 2])
+    assert spearman([1, 2, 3, math.inf], [1, 2, 3, 4]) == 1
+    assert spearman([30.10, 30.15, 30.05, 2e5], [1, 2, 3, 4]) == pytest.approx(0.4)
 
 
 def test_a_table_end_to_end_goes_on_and_is_not_computed_twice(isopos, tmp_path, monkeypatch):
@@ -420,6 +425,96 @@ def test_each_row_has_the_learning_rate_that_validates_best_with_the_first_seed(
     assert [*values.values()] == [each["columns"]["CoLA"]["value"] for each in scored]
 
 
+PATCHED = """
+title = "t"
+citation = "c"
+recipe = "language"
+figure = "bits_per_byte"
+baseline = "rope"
+corpora = { text = { source = "" }, patched = { source = "", start = "text", start_row = "rope" } }
+columns = [{ title = "bits", corpus = "text" }, { title = "patched", corpus = "patched" }]
+rows = [{ name = "rope", scheme = "rope" }, { name = "none", scheme = "none" }]
+
+[scales.paper]
+[scales.small]
+[scales.tiny]
+steps = 4
+warmup = 1
+validate_every = 2
+batch = 2
+length = 32
+tokenizer = "bytes"
+vocabulary = 0
+validation_tokens = 256
+layers = 1
+model_dim = 16
+hidden_dim = 32
+heads = 2
+
+[start_scales.paper]
+[start_scales.small]
+[start_scales.tiny]
+steps = 3
+warmup = 1
+validate_every = 3
+batch = 2
+"""
+
+
+def test_rates_of_runs_that_start_from_others_whatever_was_run_before(isopos, tmp_path):
+    """The names of these cells have the rates of the runs that they start from."""
+    (tmp_path / "warm.toml").write_text(PATCHED)
+    command = ["table", "warm.toml", "--scale", "tiny", "--device", "cpu"]
+    folder = tmp_path / "runs" / "tables" / "warm-tiny"
+    for more in ([], ["--rates", "1", "9"], ["--rates", "1", "9", "20", "--seeds", "2"]):
+        code, out, err = isopos(*command, *more)
+        assert code == 0, err
+        assert "missing" not in (folder / "table.md").read_text()
+    chosen = {path.name: json.loads((path / "recipe.json").read_text()) for path in (folder / "cells").glob("patched-*")}
+    for name, recipe in chosen.items():
+        rate = re.search(r"-rate(\d+)-", recipe["start"])
+        assert (f"-from{rate[1]}-" if rate else "patched-") in name
+        assert rate or "-from" not in name
+    shutil.copytree(folder, folder.with_name("warm-tiny-copy"))
+    out = isopos(*command, *more, "--name", "copy", "--dry-run")[1]
+    assert "0 of" in out
+
+
+def test_cells_are_scored_again_for_columns_that_have_changed(isopos, tmp_path):
+    path, command = tmp_path / "warm.toml", ["table", "warm.toml", "--scale", "tiny", "--device", "cpu", "--data", "text="]
+    path.write_text(PATCHED)
+    assert isopos(*command)[0] == 0
+    folder = tmp_path / "runs" / "tables" / "warm-tiny"
+    cell = folder / "cells" / "text-rope-seed0"
+    before = json.loads((cell / "scores.json").read_text())["columns"]["bits"]
+    path.write_text(PATCHED.replace('{ title = "bits", ', '{ title = "bits", multiple = 4, ', 1))
+    assert "2 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
+    weights = (cell / "model.safetensors").stat().st_mtime_ns
+    assert isopos(*command)[0] == 0
+    after = json.loads((cell / "scores.json").read_text())
+    assert after["columns"]["bits"]["value"] != before["value"]
+    assert (cell / "model.safetensors").stat().st_mtime_ns == weights
+    assert json.loads((folder / "figures.json").read_text())["bits"]["rope"]["0"] == after["columns"]["bits"]["value"]
+    assert "0 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
+
+
+def test_rounds_of_another_scheme_or_size_are_refused(isopos, tmp_path):
+    text = PATCHED.replace('figure = "bits_per_byte"', 'kind = "speed"').split("corpora =")[0]
+    text += 'columns = [{ title = "speed" }]\nrows = [{ name = "rope", scheme = "rope" }]\n'
+    text += PATCHED[PATCHED.index("[scales.paper]") : PATCHED.index("[start_scales.paper]")]
+    command = ["table", "times.toml", "--scale", "tiny", "--device", "cpu"]
+    (tmp_path / "times.toml").write_text(text)
+    assert isopos(*command)[0] == 0
+    for old, new, said in (
+        ('scheme = "rope"', 'scheme = "none"', "row rope: expected that of .*, rope, got none"),
+        ("batch = 2", "batch = 4", "batch: expected that of .*, 2, got 4"),
+    ):
+        (tmp_path / "times.toml").write_text(text.replace(old, new))
+        code, _, err = isopos(*command)
+        assert code == 2
+        assert re.search(said, err), err
+
+
 @pytest.mark.parametrize(
     ("table", "rates"), [("ape-1", ["2"]), ("ape-1", ["1", "1"]), ("ape-1", ["0", "1"]), ("lrpe-6", ["1", "2"])]
 )
@@ -440,15 +535,16 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     code, out, _ = isopos("table", "lrpe-6", *rows)
     assert (code, "relative speed" in out) == (0, True)
     path = tmp_path / "runs" / "tables" / "lrpe-6-tiny" / "timing.json"
-    rounds = json.loads(path.read_text())
+    rounds = json.loads(path.read_text())["rounds"]
     assert [set(one) for one in rounds] == [{"Base", "Rope"}] * reproduce.ROUNDS
     both = isopos("table", "newer-text", "--rows", "string, circulant,rope", "--scale", "tiny", "--dry-run")[1]
     assert "string+variant=circulant" in both
     assert "linear-rope-" in both
     assert "linear-string-" not in both
     code, out, _ = isopos("table", "lrpe-6", "--rows", "Type2,Rope", "--scale", "tiny")
-    assert json.loads(path.read_text())[: len(rounds)] == rounds
-    assert [set(one) for one in json.loads(path.read_text())[len(rounds) :]] == [{"Base", "Type2"}] * reproduce.ROUNDS
+    more = json.loads(path.read_text())["rounds"]
+    assert more[: len(rounds)] == rounds
+    assert [set(one) for one in more[len(rounds) :]] == [{"Base", "Type2"}] * reproduce.ROUNDS
     code, out, _ = isopos("table", "lrpe-6", *rows, "--dry-run")
     assert "0 of 2 cells are missing" in out
 
@@ -462,7 +558,7 @@ def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monk
     table = load_table(name)
     for column in table.columns:
         assert table.metric(column).better == "lower"
-        rounds = json.loads((folder / f"timing-{column.corpus}.json").read_text())
+        rounds = json.loads((folder / f"timing-{column.corpus}.json").read_text())["rounds"]
         assert [set(one) for one in rounds] == [{"Transformer", "PermuteFormer"}] * 3
         expected = sorted(one["PermuteFormer"] / one["Transformer"] for one in rounds)[1]
         assert table.ratio({"Transformer": 2.0, "PermuteFormer": 3.0}, "PermuteFormer") == 1.5
@@ -698,7 +794,7 @@ def test_a_metric_of_a_split_that_the_data_lack_is_of_the_validation(tmp_path, m
         found = reproduce._scores(cell, SimpleNamespace(splits=splits, measure=measure), recipe)
         assert asked == [View(split), View("validation", 2)]
         assert found == {
-            "a": {"value": 1.0, "nats": 1.0, "split": split, "reason": "why"},
-            "b": {"value": None, "nats": 1.0, "split": split, "reason": "why"},
-            "c": {"value": 2.0, "nats": 2.0, "split": "validation", "reason": "why"},
+            "a": {"value": 1.0, "nats": 1.0, "split": split, "reason": "why", "scored": scored(metrics[0])},
+            "b": {"value": None, "nats": 1.0, "split": split, "reason": "why", "scored": scored(metrics[1])},
+            "c": {"value": 2.0, "nats": 2.0, "split": "validation", "reason": "why", "scored": scored(metrics[2])},
         }

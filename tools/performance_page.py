@@ -20,6 +20,8 @@ from isopos.lab.reports.plots import EVEN, TOTAL, svg_text
 from isopos.lab.timing import Row, titles
 from tools.pages import ROOT, tables
 
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # in seconds
+
 __all__ = ["page", "picture", "summary"]
 
 SECTIONS = {
@@ -103,10 +105,15 @@ def _summarised() -> Iterator[tuple[tuple[str, str, str], list[str], str, tuple[
         if not matching:
             raise ValueError(f"docs/performance-tables.md: expected a row {workload!r} compared with {baseline!r}, got none")
         ratios = sorted(float(row[5].partition("x")[0]) for row in matching)
-        times = sorted((row[3] for row in matching), key=lambda time: float(time.split()[0]))
+        times = sorted((row[3] for row in matching), key=_seconds)
         ends = [f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2g}" for ratio in (ratios[0], ratios[-1])]
         speed = f"{' to '.join(dict.fromkeys(ends))} times"
         yield line, list(dict.fromkeys((times[0], times[-1]))), speed, (ratios[0], ratios[-1])
+
+
+def _seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * UNITS[unit]
 
 
 def page(content: dict[str, Any], *others: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ import torch
 from isopos.lab.bench import gpu_rows
 from isopos.lab.bench.gpu_rows import MACHINE, MARK, GpuRow
 from isopos.lab.reports.grids import markdown
+from isopos.lab.runs.files import write_json, write_text
 from isopos.ops import gpu as gate
 from isopos.ops.trust import OPERATIONS, PATH, RESULTS, Passed
 
@@ -255,8 +256,8 @@ def write(folder: Path, results: Mapping[str, Result], rows: Mapping[str, GpuRow
     proven = passed(results, rows)
     kernels = results.get(MACHINE, {}).get("kernels", "")
     content = {"kernels": kernels, "passed": [one._asdict() for one in proven]}
-    (folder / PASSED).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / PAGE).write_text(page(results, rows), encoding="utf-8")
+    write_json(folder / PASSED, content)
+    write_text(folder / PAGE, page(results, rows))
     return proven
 
 

@@ -73,7 +73,7 @@ def _run(options: Options, console: Console) -> int:
         raise ValueError(f"transfer_steps: expected those of {runs / TRANSFER}, got 0")
     for name, recipe in recipes.items():
         if (runs / name).exists():
-            folders.check_same_recipe(runs / name, recipe)
+            folders.check_same_recipe(runs / name, recipe, "name another new folder")
     last = recipes[TUNING]
     data = {name: recipe.task.load(recipe, console) for name, recipe in recipes.items()}
     original = read_model(Path(options.folder)).to(last.training.device)

@@ -13,7 +13,7 @@ from rich.console import Console
 from isopos.lab.commands import rule_of
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import grids
-from isopos.lab.runs.files import read_json, write_json
+from isopos.lab.runs.files import finite, read_json, write_json
 from isopos.lab.runs.folders import data_fingerprint, read_rows
 from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.task import Data, Task, View, require
@@ -122,7 +122,7 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
         scored = data.measure(model, recipe, view)
         texts = (metric.text(scored.figures.get(metric.figure)) for metric in metrics)
         rows.append([*(f"{view.multiple}x" for _ in lengths), *texts, scored.reason])
-        figures[str(view.multiple)] = dict(scored.figures) or None
+        figures[str(view.multiple)] = finite(scored.figures) or None
     if console.quiet:
         return 0
     entry: dict[str, Any] = {"weights": source, "step": step}

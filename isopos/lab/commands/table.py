@@ -24,12 +24,12 @@ from rich.console import Console
 
 from isopos.lab.commands import bounded
 from isopos.lab.commands.spreading import do_jobs
-from isopos.lab.recipes import Recipe
+from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids
 from isopos.lab.reports.progress import Bars
-from isopos.lab.reports.rates import best_rate, start_cell
+from isopos.lab.reports.rates import best_rate, start_cell, start_rate
 from isopos.lab.runs import cluster, signals
-from isopos.lab.runs.files import write_json
+from isopos.lab.runs.files import finite, write_json
 from isopos.lab.runs.folders import check_same_recipe, data_fingerprint, read_recipe, run_folder
 from isopos.lab.runs.locks import holder, try_lock
 from isopos.lab.tables.loader import (
@@ -43,6 +43,9 @@ from isopos.lab.tables.loader import (
     cell_name,
     load_table,
     read_about,
+    read_scores,
+    read_timing,
+    scored,
     speed_rounds,
     timing,
 )
@@ -50,8 +53,9 @@ from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
 ROUNDS = 21
+UNTIMED = ("scheme", "seed", "data")  # fields of a recipe that do not concern all rounds
 LOCK_SECONDS = 10.0  # to wait for the lock of about.json
-HOW_OFTEN = re.compile(r" --(seeds|rates)([ =]\d[\d.e-]*)+")  # arguments whose later value replaces an earlier one
+HOW_OFTEN = re.compile(r" --(seeds|rates)([ =][\d.][\d.e-]*)+")  # arguments whose later value replaces an earlier one
 
 
 @dataclass(frozen=True)
@@ -271,15 +275,16 @@ def _cells(folder: Path, table: PaperTable, planned: Sequence[tuple[str, Recipe]
         data, scheme, seed = table.corpus(corpus), recipe.scheme, recipe.seed
         best = best_rate(table, folder, corpus, scheme, rates) if rates and seed else 1.0
         start = start_cell(table, folder, corpus, scheme, seed, rates)
+        before = start_rate(table, folder, corpus, scheme, rates) or 1.0
         if start or not (data and data.start):
             tried = rates if rates and seed == 0 else [best]
-            cells += [_cell(folder, table, corpus, recipe, rate, start) for rate in tried if rate is not None]
+            names = {rate: cell_name(corpus, scheme, seed, rate, before) for rate in tried if rate is not None}
+            cells += [_cell(folder / "cells" / name, table, corpus, recipe, rate, start) for rate, name in names.items()]
     return cells
 
 
-def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe, rate: float, start: Path | None) -> Cell:
-    """A cell. If it exists, its recipe must be the same except for the path of the data and the device."""
-    path = folder / "cells" / cell_name(corpus, recipe.scheme, recipe.seed, rate)
+def _cell(path: Path, table: PaperTable, corpus: str, recipe: Recipe, rate: float, start: Path | None) -> Cell:
+    """A cell. If it exists, its recipe must be the same except for the paths of data and start, and the device."""
     recipe = recipe.edit(learning_rate=recipe.training.learning_rate * rate)
     if start:
         recipe = recipe.edit(start=str(start))
@@ -287,6 +292,8 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe, rate: fl
         before = read_recipe(path)
         recipe = recipe.with_inferred(before)
         recipe = recipe.edit(data=before.as_dict()["data"]) if corpus and "data" in recipe.names else recipe
+        if start and Path(began := before.as_dict()["start"]).name == start.name:  # perhaps before the table was copied
+            recipe = recipe.edit(start=began)
         check_same_recipe(path, recipe)
     metrics = [table.metric(column) for column in table.columns if column.corpus == corpus]
     return Cell(path, corpus, recipe, metrics, start)
@@ -294,10 +301,7 @@ def _cell(folder: Path, table: PaperTable, corpus: str, recipe: Recipe, rate: fl
 
 def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, Data], device: str) -> None:
     """Add this command to about.json, which records all requests for the folder, under a lock."""
-    import torch
-
     path = folder / ABOUT
-    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
     names = {name: data.name for name, data in sets.items() if name or not table.timed}
     with try_lock(path, LOCK_SECONDS) as mine:
         if not mine:
@@ -311,10 +315,18 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
             ),
             "seeds": max(before["seeds"], options.seeds),
             "corpora": before["corpora"] | names,
-            "machine": f"torch {torch.__version__}, {where}",
+            "machine": _machine(device),
             "rates": list(options.rates),
         }
         write_json(path, about)
+
+
+def _machine(device: str) -> str:
+    """Version of PyTorch and kind of the device, as tables name them."""
+    import torch
+
+    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
+    return f"torch {torch.__version__}, {where}"
 
 
 def _commands(before: Sequence[str], command: str, whole: bool) -> list[str]:
@@ -351,6 +363,9 @@ def _train_cells(cells: Sequence[Cell], sets: Mapping[str, Data], console: Conso
     for n, process in holders.items():
         if not cells[n].done:
             grids.say(console, f"{cells[n].folder.name} is being computed by {process}")
+    for cell in cells:
+        if cell.start and not cell.done and not (cell.start / SCORES).exists():
+            grids.say(console, f"{cell.folder.name} waits for {cell.start.name}; the same command goes on with it")
 
 
 def _spread(
@@ -407,7 +422,11 @@ def _compute(cell: Cell, data: Data, show: Any) -> None:
     result = training.train(recipe, data, cell.folder, show, resume=(cell.folder / "recipe.json").exists())
     status = result.status if result else "not the first process"
     columns = _scores(cell, data, recipe) if status == "finished" else {}
-    write_json(cell.folder / SCORES, {"status": status, "columns": columns, "seconds": time.perf_counter() - start})
+    seconds, machine = time.perf_counter() - start, _machine(recipe.training.device)
+    if (cell.folder / SCORES).exists():  # only scored again, for columns that have changed
+        before = read_scores(cell.folder)
+        seconds, machine = seconds + before["seconds"], before.get("machine", machine)
+    write_json(cell.folder / SCORES, {"status": status, "columns": columns, "seconds": seconds, "machine": machine})
 
 
 def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -418,10 +437,20 @@ def _scores(cell: Cell, data: Data, recipe: Recipe) -> dict[str, dict[str, Any]]
     views: dict[View, Scored] = {}
     for metric in cell.metrics:
         view = metric.view if metric.view.split in data.splits else replace(metric.view, split="validation")
-        scored = views[view] = views.get(view) or data.measure(model, recipe, view)
-        value = scored.figures.get(metric.figure)
-        columns[metric.title] = {"value": value, **scored.figures, "split": view.split, "reason": scored.reason}
+        found = views[view] = views.get(view) or data.measure(model, recipe, view)
+        figures = finite(found.figures)
+        value, reason = figures.get(metric.figure), found.reason or "not finite" * (metric.figure in figures)
+        columns[metric.title] = {"value": value, **figures, "split": view.split, "reason": reason, "scored": scored(metric)}
     return columns
+
+
+def _check_rounds(before: Mapping[str, str], now: Mapping[str, str], more: bool, path: Path) -> None:
+    """Raise a ValueError if earlier rounds have timed something else or, if there are to be more, on another machine."""
+    for name, value in now.items():
+        if before.get(name, "") not in ("", value) and (more or name != "machine"):
+            raise ValueError(
+                f"{name}: expected that of {path}, {before[name]}, got {value}; choose a --name for these rounds"
+            )
 
 
 def _time(
@@ -430,10 +459,19 @@ def _time(
     """Time steps or answers of the baseline and of all schemes with missing rounds, until no rounds are missing."""
     from isopos.lab.training.run import answer_times, step_times
 
-    times = answer_times if table.kind == "latency" else step_times
+    times, path = answer_times if table.kind == "latency" else step_times, timing(folder, corpus)
     with try_lock(folder / "timing") as mine:
-        rounds, missing = speed_rounds(folder, corpus), _missing_rounds(rows, folder, corpus)
-        if not mine or not missing:
+        if not mine:
+            grids.say(console, f"rounds{' of ' * bool(corpus)}{corpus} are being timed by {holder(folder / 'timing')}")
+            return
+        known, missing = read_timing(folder, corpus), _missing_rounds(rows, folder, corpus)
+        described = {name: str(value) for name, value in recipe.as_dict().items() if name not in (*PLACEMENT, *UNTIMED)}
+        described |= {"data": data.sha256, **{f"row {row.name}": row.on(corpus) for row in rows}}
+        machine, rounds = _machine(recipe.training.device), known["rounds"]
+        _check_rounds(
+            {**known["timed"], "machine": known["machine"]}, {**described, "machine": machine}, bool(missing), path
+        )
+        if not missing:
             return
         count, timed = max(missing.values()), {name: table.row(name).on(corpus) for name in (table.baseline, *missing)}
         with Bars(console, total=count) as bars:
@@ -441,5 +479,5 @@ def _time(
             for n, seconds in enumerate(times(recipe, data, timed, count), 1):
                 signals.raise_pending()
                 rounds.append(seconds)
-                write_json(timing(folder, corpus), rounds)
+                write_json(path, {"timed": {**known["timed"], **described}, "machine": machine, "rounds": rounds})
                 show(n)

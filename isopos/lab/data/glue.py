@@ -97,6 +97,8 @@ def load_glue(source: str, name: str, tokenizer: Tokenizer, *, console: Console 
         ValueError: As of `read_glue`, and if train or validation has no row.
     """
     expect("subset", name, SUBSETS)
+    if not source and name != "CoLA":
+        raise ValueError(f"subset: expected CoLA without --data, whose phrases have one text and two classes, got {name}")
     if not source:
         return in_memory(lambda writer: _fill(writer, phrases(), tokenizer, Counter()))
     if not Path(source).exists():

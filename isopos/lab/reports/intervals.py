@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 SHARE = 0.95
 FEW = 3  # fewest rows for a rank correlation
@@ -203,5 +203,5 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    same = 1e-6 * max(map(abs, values))
-    return [sum(y < x - same for y in values) + (sum(abs(y - x) <= same for y in values) + 1) / 2 for x in values]
+    alike = partial(math.isclose, rel_tol=1e-6)
+    return [sum(y < x and not alike(x, y) for y in values) + (sum(alike(x, y) for y in values) + 1) / 2 for x in values]

@@ -26,6 +26,7 @@ from isopos.lab.tables.loader import (
     cell_name,
     read_about,
     read_scores,
+    read_timing,
     speed_rounds,
 )
 from isopos.lab.tasks.language import TextTask
@@ -116,16 +117,19 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
             if start and (start / SCORES).exists() and (ended := read_scores(start)["status"]) != "finished":
                 curves[corpus][seed] = {}
                 reasons |= {column.title: f"the run that it starts from {ended}" for column in columns}
-            cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed, rate or 1.0)
+            start_rate = rates.start_rate(table, folder, corpus, row.on(corpus), tried)
+            cell = folder / "cells" / cell_name(corpus, row.on(corpus), seed, rate or 1.0, start_rate or 1.0)
             if not rate or not (cell / SCORES).exists():
                 continue
             scores, curve = read_scores(cell), rates.validations(cell)
-            curves[corpus][seed] = curve
+            ended = scores["status"]
+            curves[corpus][seed] = curve if ended == "finished" else {}
             for column in columns:
-                scored = scores["columns"].get(column.title, {"value": None, "reason": scores["status"]})
+                reason = "the same command scores it" if ended == "finished" else ended
+                scored = scores["columns"].get(column.title, {"value": None, "reason": reason})
                 stand_in |= scored.get("split", column.split) != column.split
-                if scored["value"] is None:
-                    reasons[column.title] = scored["reason"]
+                if scored["value"] is None or not math.isfinite(scored["value"]):
+                    reasons[column.title] = scored["reason"] or "not finite"
                 elif column.after < 1 and not curve:
                     reasons[column.title] = "not validated"
                 else:
@@ -257,9 +261,15 @@ def _mean_curve(row: RowResults, corpus: str, seeds: Sequence[int] | None = None
     return {step: statistics.mean(curve[step] for curve in curves) for step in steps}
 
 
+def _finished(row: RowResults, other: RowResults, corpus: str) -> list[int]:
+    """Seeds with validations of two rows."""
+    seeds = ({seed for seed, curve in one.curves[corpus].items() if curve} for one in (row, other))
+    return sorted(set.intersection(*seeds))
+
+
 def _distances(row: RowResults, reference: RowResults, corpus: str) -> dict[int, list[float]]:
     """Validation minus the reference's by update, one number per shared seed."""
-    seeds = sorted({*row.curves[corpus]} & {*reference.curves[corpus]})
+    seeds = _finished(row, reference, corpus)
     pairs = [(row.curves[corpus][seed], reference.curves[corpus][seed]) for seed in seeds]
     steps = sorted(set.intersection(*({*a} & {*b} for a, b in pairs))) if pairs else []
     return {step: [a[step] - b[step] for a, b in pairs] for step in steps}
@@ -270,7 +280,7 @@ def _updates(table: PaperTable, rows: Sequence[RowResults], row: RowResults, cor
     if not row.table_row.on(corpus) or not row.curves[corpus]:
         return "-" if not row.table_row.on(corpus) else "missing"
     base = next(other for other in rows if other.name == table.baseline)
-    shared = sorted({*row.curves[corpus]} & {*base.curves[corpus]})
+    shared = _finished(row, base, corpus)
     goal, curve = _mean_curve(base, corpus, shared), _mean_curve(row, corpus, shared)
     if not goal or not curve:
         return "missing"
@@ -330,11 +340,13 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
             yield f"{row.name}, {title}: {reason}."
     if missing := "; ".join(_missing(table, rows, about)):
         yield f"Missing: {missing}."
-    seconds = [read_scores(path.parent)["seconds"] for path in (folder / "cells").glob(f"*/{SCORES}")]
-    corpora = [corpus.name for corpus in table.corpora] or [""]
-    seconds += [sum(times.values()) for corpus in corpora for times in speed_rounds(folder, corpus)]
+    cells = [read_scores(path.parent) for path in sorted((folder / "cells").glob(f"*/{SCORES}"))]
+    timings = [read_timing(folder, corpus) for corpus in ([corpus.name for corpus in table.corpora] or [""])]
+    seconds = [cell["seconds"] for cell in cells] + [sum(a.values()) for timing in timings for a in timing["rounds"]]
     count = f"{len(seconds)} {'rounds' if table.timed else 'cells'}"
-    yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {about['machine']}."
+    named = [cell.get("machine", "") for cell in cells] + [timing["machine"] for timing in timings if timing["rounds"]]
+    machines = " and ".join(filter(None, dict.fromkeys(named))) or about["machine"]
+    yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {machines}."
 
 
 def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
@@ -433,8 +445,10 @@ def _curves(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
         below.set(xlabel="updates", ylabel=literal(f"{title} less {reference.name}'s, paired by seed"))
         plain(above)
         plain(below)
-    if names and panels[0, 0].get_legend_handles_labels()[0]:
-        panels[0, -1].legend(*panels[0, 0].get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper right")
+    drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
+    handles = {label: handle for handles, labels in drawn for handle, label in zip(handles, labels, strict=True)}
+    if handles:
+        panels[0, -1].legend(handles.values(), handles.keys(), fontsize=8, frameon=False, loc="upper right")
     return figure
 
 
@@ -457,7 +471,8 @@ def _figures_by_choice(table: PaperTable, rows: Sequence[RowResults], names: Map
                 spread = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in figures]
                 x = [column.view[table.x_axis] for column in points]
                 _plot_band(axes, x, [*map(statistics.mean, figures)], spread, n, label=literal(row.name))
-        axes.set(xlabel=table.x_axis, ylabel=_main(table, corpus).title, title=literal(f"{corpus}: {_short(names[corpus])}"))
+        figure_of = {table.task_of(corpus).figure(table.metric(column).figure).title: None for column in columns}
+        axes.set(xlabel=table.x_axis, ylabel=", ".join(figure_of), title=literal(f"{corpus}: {_short(names[corpus])}"))
         if axes.lines:
             axes.legend(fontsize=8, frameon=False)
         plain(axes)
@@ -473,7 +488,8 @@ def _ratios(table: PaperTable, rows: Sequence[RowResults], names: Mapping[str, s
             low, median, high = Spread.of([*row.values[column.title].values()])
             axes.errorbar(median, -n, xerr=(high - low) / 2, fmt="o", color="C0", label=None if index else "ours")
             if row.table_row.figures:
-                axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=None if index else "paper")
+                label = None if "paper" in axes.get_legend_handles_labels()[1] else "paper"
+                axes.plot(row.table_row.figures[at], -n, "x", color="C1", label=label)
         axes.set_yticks([-n for n, row in enumerate(rows) if any(row.values.values())])
         axes.set_yticklabels([literal(row.name) for row in rows if any(row.values.values())])
         axes.set(xlabel=literal(column.title))

@@ -25,14 +25,24 @@ def best_rate(table: PaperTable, folder: Path, corpus: str, scheme: str, rates: 
         scheme: The scheme of a row on it.
         rates: Learning rates, as multiples of the scale's.
     """
-    ends = {}
+    ends, start = {}, start_rate(table, folder, corpus, scheme, rates)
+    if start is None:
+        return None
     for rate in rates:
-        cell = folder / "cells" / cell_name(corpus, scheme, 0, rate)
+        cell = folder / "cells" / cell_name(corpus, scheme, 0, rate, start)
         if not (cell / SCORES).exists():
             return None
         if read_scores(cell)["status"] == "finished":
             ends[rate] = _end(table, corpus, cell)
     return min(ends, key=lambda rate: ends[rate], default=rates[0])
+
+
+def start_rate(table: PaperTable, folder: Path, corpus: str, scheme: str, rates: Sequence[float]) -> float | None:
+    """The rate of the run that runs of a corpus start from: 1 without one; None if it is not chosen yet."""
+    data = table.corpus(corpus)
+    if data is None or not data.start or not rates:
+        return 1.0
+    return best_rate(table, folder, data.start, table.start_scheme(data, scheme), rates)
 
 
 def start_cell(table: PaperTable, folder: Path, corpus: str, scheme: str, seed: int, rates: Sequence[float]) -> Path | None:
@@ -45,8 +55,8 @@ def start_cell(table: PaperTable, folder: Path, corpus: str, scheme: str, seed: 
     data = table.corpus(corpus)
     if data is None or not data.start:
         return None
+    rate = start_rate(table, folder, corpus, scheme, rates)
     before = table.start_scheme(data, scheme)
-    rate = best_rate(table, folder, data.start, before, rates) if rates else 1.0
     return None if rate is None else folder / "cells" / cell_name(data.start, before, seed, rate)
 
 
@@ -62,15 +72,16 @@ def notes(table: PaperTable, folder: Path, corpora: Sequence[str], rates: Sequen
         by_rate = {rate: [name for name, best in chosen.items() if best == rate] for rate in sorted(rates)}
         if found := "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items() if names):
             yield f"{corpus or 'Rates'}: {found}." + _effect(
-                table, folder, corpus, {schemes[name]: rate for name, rate in chosen.items() if rate}
+                table, folder, corpus, {schemes[name]: rate for name, rate in chosen.items() if rate}, rates
             )
 
 
-def _effect(table: PaperTable, folder: Path, corpus: str, chosen: dict[str, float]) -> str:
+def _effect(table: PaperTable, folder: Path, corpus: str, chosen: dict[str, float], rates: Sequence[float]) -> str:
     """The rank correlation between seed 0's last validations at the scale's learning rate and at the chosen ones."""
     pairs = []
     for scheme, rate in chosen.items():
-        cells = [folder / "cells" / cell_name(corpus, scheme, 0, each) for each in (1.0, rate)]
+        start = start_rate(table, folder, corpus, scheme, rates) or 1.0
+        cells = [folder / "cells" / cell_name(corpus, scheme, 0, each, start) for each in (1.0, rate)]
         if all((cell / SCORES).exists() and read_scores(cell)["status"] == "finished" for cell in cells):
             pairs.append([_end(table, corpus, cell) for cell in cells])
     if len(pairs) < FEW:

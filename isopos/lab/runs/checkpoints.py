@@ -42,13 +42,13 @@ class Checkpoint(NamedTuple):
 def complete(run: Path) -> list[Checkpoint]:
     """The complete checkpoints of a run, oldest first; ValueError if a mark is damaged."""
     checkpoints = []
-    for mark in sorted((run / "checkpoints").glob(f"*/{MARK}")):
+    for mark in (run / "checkpoints").glob(f"step-*/{MARK}"):
         remedy = f"remove {mark.parent} to go on without it"
         values = _read_mark(mark, remedy)
         if values["validation"] is not None and not math.isfinite(values["validation"]):
             damaged(mark, f"validation: expected a finite number, got {values['validation']}", remedy)
         checkpoints.append(Checkpoint(mark.parent, *(values[name] for name in Checkpoint._fields[1:])))
-    return checkpoints
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.folder))
 
 
 def _read_mark(mark: Path, remedy: str) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def save_checkpoint(
 
 def _prune(run: Path) -> None:
     needed = {checkpoint.folder for checkpoint in (*complete(run)[-KEEP:], best(run)) if checkpoint}
-    for folder in (run / "checkpoints").iterdir():
-        if folder not in needed:
+    for folder in (run / "checkpoints").glob("step-*"):
+        if folder not in needed and folder.is_dir():
             (folder / MARK).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is not complete
             shutil.rmtree(folder, ignore_errors=True)
 

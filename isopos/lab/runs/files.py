@@ -8,7 +8,9 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
+import secrets
 import stat
 import time
 import types
@@ -143,7 +145,7 @@ def replacing(path: Path) -> Iterator[Path]:
         ...     [(path.name, path.read_text()) for path in Path(folder).iterdir()]
         [('a.txt', 'whole')]
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")  # processes elsewhere have equal ids
     for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError):
             if time.time() - other.stat().st_mtime > ABANDONED:
@@ -158,6 +160,11 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         part.unlink(missing_ok=True)
     flush_folder(path.parent)
+
+
+def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """Figures by name, None for those that are not finite, which JSON does not have."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 def write_text(path: Path, text: str) -> None:

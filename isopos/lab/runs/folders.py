@@ -117,18 +117,18 @@ def read_recipe(folder: Path) -> Recipe:
     return recipe
 
 
-def check_same_recipe(folder: Path, recipe: Recipe) -> None:
+def check_same_recipe(folder: Path, recipe: Recipe, remedy: str = "choose another --name") -> None:
     """Raise a ValueError that names the fields in which a run to resume differs from a recipe."""
     before, now = read_recipe(folder).as_dict(), recipe.as_dict()
     changed = [name for name in now if before.get(name) != now[name] and name not in PLACEMENT]
     if changed:
         got = "; ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in changed)
-        raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or choose another --name")
+        raise ValueError(f"resume: expected the recipe of {folder}, got {got}; or {remedy}")
 
 
 def read_run(run: Path, recipe: Recipe) -> "tuple[list[dict[str, Any]], Result | None]":
     """Read the rows and the result of a run, None if it has not ended; ValueError if a file is damaged."""
-    rows, result = read_rows(run / "metrics.jsonl"), Result.read(run)
+    result, rows = Result.read(run), read_rows(run / "metrics.jsonl")  # in this order, which a run that ends now needs
     all_steps = result is not None and result.status == "finished" and not recipe.training.patience
     if rows and all_steps and rows[-1]["step"] != recipe.training.steps:
         reason = f"expected rows up to step {recipe.training.steps}, got rows up to step {rows[-1]['step']}"

@@ -4,6 +4,7 @@ A custom table is another TOML file, named by its path. Unknown keys, missing fi
 cell, one run, may fill several columns. No torch here.
 """
 
+import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ TIMED = {
 """Kinds of tables without training, and the ratio of a row to the baseline that they show."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 MEDIUM = "medium"  # an optional scale: an hour of one GPU
+LONGEST = 150  # characters of corpus and scheme in the name of a cell
 KEPT = (*SAME, "hidden_dim", "tokenizer")  # fields that runs with a warm start have of the others
 ASK = "ask"  # a source that is not freely available: --data must name a replacement
 
@@ -185,8 +187,19 @@ class Cell:
 
     @property
     def done(self) -> bool:
-        """Whether it has scores."""
-        return (self.folder / SCORES).exists()
+        """Whether it has ended and, if it finished, has been scored for each of its columns."""
+        if not (self.folder / SCORES).exists():
+            return False
+        scores = read_scores(self.folder)
+        return scores["status"] != "finished" or all(
+            (found := scores["columns"].get(metric.title)) and found.get("scored", scored(metric)) == scored(metric)
+            for metric in self.metrics
+        )
+
+
+def scored(metric: Metric) -> str:
+    """The figure of a metric and its view as text, by which scores of a column that has changed are told."""
+    return f"{metric.figure}, {metric.view}"
 
 
 def load_table(name: str) -> PaperTable:
@@ -248,9 +261,10 @@ def _check(table: PaperTable) -> None:
             if corpus.start_row:
                 able = [row.name for row in table.rows if row.on(corpus.start)]
                 expect(f"{corpus.name}: start_row", corpus.start_row, able)
-            if set(table.start_scales) != set(SCALES):
+            if set(table.start_scales) != set(table.scales):
                 scales = ", ".join(table.start_scales) or "none"
-                raise ValueError(f"start_scales: expected {', '.join(SCALES)}, got {scales}")
+                wanted = ", ".join(scale for scale in (*SCALES, MEDIUM) if scale in table.scales)
+                raise ValueError(f"start_scales: expected {wanted}, got {scales}")
         for edits in (*changes, corpus.edits, *corpus.scales.values()):
             for name in edits:
                 expect("field of a recipe", name, fields)
@@ -284,21 +298,27 @@ def _check(table: PaperTable) -> None:
             raise ValueError(f"{column.title}: expected a view with {table.x_axis}, the x axis of the picture")
 
 
-def cell_name(corpus: str, scheme: str, seed: int, rate: float = 1.0) -> str:
-    """The folder name of a cell, in characters that every file system allows.
+def cell_name(corpus: str, scheme: str, seed: int, rate: float = 1.0, start_rate: float = 1.0) -> str:
+    """The folder name of a cell, in characters and of a length that every file system allows.
 
     Args:
         corpus: Name of the corpus, or empty.
         scheme: The scheme with its options.
         seed: The seed.
         rate: The learning rate, as a multiple of the scale's.
+        start_rate: The learning rate of the run that it starts from.
 
     Examples:
         >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1), cell_name("", "rope", 1, 0.5)
         ('books-rope+attention=softmax-seed0', 'rope-seed1', 'rope-rate0.5-seed1')
+        >>> len(cell_name("", "+".join(["rope:base=500000"] * 40), 0))
+        168
     """
-    tuned = f"-rate{rate:g}" if rate != 1 else ""
-    return f"{corpus}-{scheme}{tuned}-seed{seed}".replace(":", "+").replace("*", "x").removeprefix("-")
+    name = f"{corpus}-{scheme}".replace(":", "+").replace("*", "x").replace("/", "-").removeprefix("-")
+    if len(name) > LONGEST:
+        name = f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    tuned = f"-from{start_rate:g}" * (start_rate != 1) + f"-rate{rate:g}" * (rate != 1)
+    return f"{name}{tuned}-seed{seed}"
 
 
 def timing(folder: Path, corpus: str = "") -> Path:
@@ -306,10 +326,22 @@ def timing(folder: Path, corpus: str = "") -> Path:
     return folder / f"timing{'-' * bool(corpus)}{corpus}.json"
 
 
+def read_timing(folder: Path, corpus: str = "") -> dict[str, Any]:
+    """What was timed, by name, on which machine, and rounds: seconds of a training step, or of an answer, by row."""
+    path, kinds = timing(folder, corpus), {"timed": dict[str, str], "machine": str, "rounds": list[dict[str, float]]}
+    empty = {"timed": {}, "machine": "", "rounds": []}
+    if not path.exists():
+        return empty
+
+    def changed(value: Any) -> Any:
+        return {**empty, "rounds": value} if isinstance(value, list) else value  # of earlier versions
+
+    return read_json(path, kinds, "remove it, and steps are timed again", changed)
+
+
 def speed_rounds(folder: Path, corpus: str = "") -> list[dict[str, float]]:
     """Seconds of a training step, or of an answer, by row, for each round so far."""
-    path = timing(folder, corpus)
-    return read_json(path, list[dict[str, float]], "remove it, and steps are timed again") if path.exists() else []
+    return read_timing(folder, corpus)["rounds"]
 
 
 def read_about(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from isopos.lab.data.tokenizers import Bytes, Tokenizer, load_tokenizer
 from isopos.lab.runs.files import read_json
 from isopos.lab.tasks.masked import Masked
 from isopos.lab.tasks.positioned import PositionedTask
-from isopos.lab.tasks.task import Metric, Recipe, Scored, View, require
+from isopos.lab.tasks.task import Metric, Recipe, Scored, View
 from isopos.lab.tasks.text import TextSamples, cut_longer
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ class Glue(PositionedTask):
 
     def check(self, recipe: Recipe) -> list[str]:
         catalog.expect("subset", self.subset or subset_of(self.data), SUBSETS)
-        known = bool(self.data) or self.subset in ("", "CoLA")
-        require("subset", self.subset, "CoLA or none without --data, whose phrases have one text and two classes", known)
         super().check(recipe)
         self.origin(recipe)
         return []

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from isopos.lab.data.corpora import Corpus
 
-NOTE = "bits/byte of held-out text, at 2x and 4x the training length"
+NOTE = "bits/byte of held-out text"
+LONGER = "at 2x, 4x: in windows of 2 and 4 times the training length"
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Language(TextTask):
     loss_scale: ClassVar[float] = 1 / math.log(2)
     views = ("split", "multiple", "scored", "limit")
     metrics = tuple(
-        Metric(title, "bits_per_byte", view=View(multiple=multiple), note=NOTE)
-        for title, multiple in (("bits/byte", 1), ("at 2x", 2), ("at 4x", 4))
+        Metric(title, "bits_per_byte", view=View(multiple=multiple), note=note)
+        for title, multiple, note in (("bits/byte", 1, NOTE), *((f"at {n}x", n, LONGER) for n in (2, 4)))
     )
 
     @property
