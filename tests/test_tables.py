@@ -420,7 +420,7 @@ def test_each_row_has_the_learning_rate_that_validates_best_with_the_first_seed(
     assert starts == {"wikibook-sinusoidal-seed0", "wikibook-sinusoidal-seed1"}
     assert "wikibook: 1 for Base." in out
     assert "0 of 6 cells are missing" in isopos("table", *tuned, "--dry-run")[1]
-    values = json.loads((cells.parent / "figures.json").read_text())["CoLA"]["Base"]
+    values = json.loads((cells.parent / "results.json").read_text())["figures"]["CoLA"]["Base"]
     scored = [json.loads((cells / f"CoLA-sinusoidal{best}-seed{seed}" / "scores.json").read_text()) for seed in (0, 1)]
     assert [*values.values()] == [each["columns"]["CoLA"]["value"] for each in scored]
 
@@ -494,7 +494,10 @@ def test_cells_are_scored_again_for_columns_that_have_changed(isopos, tmp_path):
     after = json.loads((cell / "scores.json").read_text())
     assert after["columns"]["bits"]["value"] != before["value"]
     assert (cell / "model.safetensors").stat().st_mtime_ns == weights
-    assert json.loads((folder / "figures.json").read_text())["bits"]["rope"]["0"] == after["columns"]["bits"]["value"]
+    assert (
+        json.loads((folder / "results.json").read_text())["figures"]["bits"]["rope"]["0"]
+        == after["columns"]["bits"]["value"]
+    )
     assert "0 of 2 cells are missing" in isopos(*command, "--dry-run")[1]
 
 

@@ -194,7 +194,10 @@ def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
     text = (tmp_path / "table.md").read_text()
     assert text == (EXPECTED / f"table-{kind}.md").read_text(encoding="utf-8")
     assert [f"- {note}" for note in notes] == [line for line in text.splitlines() if line.startswith("- ")]
-    assert not (tmp_path / paper.FIGURES).exists()
+    found = json.loads((tmp_path / paper.RESULTS).read_text())
+    assert found["rounds"] == max(map(len, SECONDS.values()))
+    shown = {row: f"{x['median']:.3f} ± {x['half']:.3f}" for by in found["figures"].values() for row, x in by.items()}
+    assert all(figure in text for figure in shown.values())
 
 
 def test_a_table_to_its_last_character(folder):
@@ -202,7 +205,7 @@ def test_a_table_to_its_last_character(folder):
     text = (folder / "table.md").read_text()
     assert text == (EXPECTED / "table.md").read_text(encoding="utf-8")
     assert [f"- {note}" for note in notes] == [line for line in text.splitlines() if line.startswith("- ")]
-    found = json.loads((folder / paper.FIGURES).read_text())
+    found = json.loads((folder / paper.RESULTS).read_text())["figures"]
     assert {title: {name: [*map(int, seeds)] for name, seeds in by.items()} for title, by in found.items()} == {
         "loss": {"Base": [0, 1, 2], "Rope": [0, 1, 2, 3], "Decayed | rope": [0, 1, 2], "Ours": [0, 2]},
         "half-way": {"Base": [0, 1, 2], "Rope": [0, 1, 2, 3], "Decayed | rope": [0, 1, 2], "Ours": [0, 2]},

@@ -13,7 +13,6 @@ from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
 from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow, listed
-from isopos.lab.tables.loader import load_table
 from isopos.lab.tasks.attentions import BASELINES
 from tools.results_page import ResultTable
 
@@ -168,7 +167,7 @@ def questions(tables: Sequence[ResultTable]) -> list[Question]:
 
 
 def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
-    layout = load_table(table.commands[0].split()[2])
+    layout = table.layout
     column = next(each for each in layout.columns if each.title == title)
     schemes = {row: row for row in table.ours[title]} | {row.name: row.on(column.corpus) for row in layout.rows}
     ours = {row: figure for row, figure in table.ours[title].items() if _is_of(kind, schemes[row])}
@@ -177,7 +176,8 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"
-    return Comparison(table.name, title, _data(table, column.corpus), figure, table.seeds, table.rates, rows)
+    data = table.content["data"].get(column.corpus, column.corpus or "the task's own")
+    return Comparison(table.name, title, data, figure, table.seeds, table.rates, rows)
 
 
 def _is_of(kind: str, scheme: str) -> bool:
@@ -196,13 +196,6 @@ def _behind(lead: Difference | None) -> tuple[float, float | None]:
     if lead is None:  # the best row
         return 0.0, None
     return float(f"{lead.mean:.6g}"), None if math.isnan(lead.half) else float(f"{lead.half:.6g}")
-
-
-def _data(table: ResultTable, corpus: str) -> str:
-    """The data of a column, from the table's note."""
-    note = next((text for text in table.notes if text.startswith("Data: ")), "").removeprefix("Data: ").rstrip(".")
-    named = dict(part.split(" here is ", 1) for part in note.split("; ") if " here is " in part)
-    return named.get(corpus, corpus or "the task's own")
 
 
 def content(known: Sequence[Question]) -> str:

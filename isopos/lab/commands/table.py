@@ -63,7 +63,7 @@ class Options:
     """Run the missing cells of a paper's table, and print the paper's figures next to ours. Arrays: isopos tables.
 
     Results are kept in runs/tables/NAME-SCALE: the same command continues there, and processes that share the folder divide
-    the cells. Writes table.md, figures.json and curves.svg.
+    the cells. Writes table.md, results.json and curves.svg.
     """
 
     table: Annotated[

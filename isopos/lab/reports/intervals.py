@@ -66,31 +66,15 @@ class Difference:
     mean: float
     half: float  # NaN with fewer than `MIN_SEEDS` seeds
     seeds: int
-    is_paired: bool = True
     pairs: int = 1  # number of simultaneous comparisons; for the best row, which the figures select, all pairs of rows
 
     @classmethod
     def paired(cls, values: Sequence[float], pairs: int = 1) -> "Difference":
         """From at least one difference of figures of the same seed."""
-        deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-        return cls.of(statistics.mean(values), deviation, len(values), pairs)
-
-    @classmethod
-    def of(cls, mean: float, deviation: float, seeds: int, pairs: int = 1) -> "Difference":
-        """From the mean and standard deviation of differences paired by seed."""
-        half = student(seeds - 1, pairs) * deviation / seeds**0.5 if seeds >= MIN_SEEDS else math.nan
-        return cls(mean, half, seeds, pairs=pairs)
-
-    @classmethod
-    def unpaired(cls, one: tuple[float, float, int], other: tuple[float, float, int], pairs: int = 1) -> "Difference":
-        """From two means, each with its standard deviation and number of seeds (Welch's interval)."""
-        (a, a_spread, n), (b, b_spread, m) = one, other
-        if min(n, m) < MIN_SEEDS:
-            return cls(a - b, math.nan, min(n, m), False, pairs)
-        parts = a_spread**2 / n, b_spread**2 / m
-        error = sum(parts)
-        degrees = error**2 / (parts[0] ** 2 / (n - 1) + parts[1] ** 2 / (m - 1)) if error else n + m - 2
-        return cls(a - b, student(degrees, pairs) * error**0.5, min(n, m), False, pairs)
+        seeds, half = len(values), math.nan
+        if seeds >= MIN_SEEDS:
+            half = student(seeds - 1, pairs) * statistics.stdev(values) / seeds**0.5
+        return cls(statistics.mean(values), half, seeds, pairs)
 
     @property
     def excludes_zero(self) -> bool:
@@ -107,7 +91,7 @@ class Difference:
         """Number of seeds, kind of interval, and whether it includes 0."""
         if self.half != self.half:
             return "one seed" if self.seeds == 1 else f"{self.seeds} seeds: no interval"
-        kind = "95% interval" + f" for {self.pairs} pairs at once" * (self.pairs > 1) + ", unpaired" * (not self.is_paired)
+        kind = "95% interval" + f" for {self.pairs} pairs at once" * (self.pairs > 1)
         return f"{kind}, {self.seeds} seeds" + NOT_SHOWN * (not self.excludes_zero)
 
 

@@ -35,8 +35,7 @@ from isopos.lab.timing import Spread
 
 # Fields that do not change a model, or are reported elsewhere:
 IGNORED = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
-FIGURES = "figures.json"  # our figures by column, row and seed
-PAIRED = "## Distance to"  # title of the second table, followed by the name of the reference row
+RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
@@ -79,24 +78,53 @@ def _value(name: str, value: Any) -> str:
 
 
 def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
-    """Write table.md, figures.json and curves.svg of a table; return the table for a console, and the notes below it."""
+    """Write table.md, results.json and curves.svg of a table; return the table for a console, and the notes below it."""
     about = read_about(folder)
+    chosen = rates.choices(table, folder, about["corpora"], about["rates"])
     rows = [_results(table, row, folder, about) for row in table.rows]
     titles, grid = _grid(table, rows, about)
-    align, notes = "ll".ljust(len(titles), "r"), list(_notes(table, rows, folder, about))
+    align, notes = "ll".ljust(len(titles), "r"), list(_notes(table, rows, folder, about, chosen))
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
     lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in notes), ""]
     lines += _distance_table(table, rows, about)
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    if not table.timed:
-        figures = {column.title: {row.name: row.values[column.title] for row in rows} for column in table.columns}
-        figures = {title: {name: seeds for name, seeds in by.items() if seeds} for title, by in figures.items()}
-        write_json(folder / FIGURES, figures)
+    write_json(folder / RESULTS, _content(table, rows, about, chosen))
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
     figure = draw(table, rows, _trained_from_scratch(table, about))
     write_text(folder / "curves.svg", svg_text(figure))
     return grids.console_table(titles, grid, align, title=f"{table.title}: {table.citation}"), notes
+
+
+def _content(
+    table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, Any], chosen: Mapping[str, rates.Chosen]
+) -> dict[str, Any]:
+    """What results.json holds, from which pages of results are generated: figures by column, row and seed.
+
+    A timed table has the median of a row's ratios and half the range between their quartiles.
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    for column in table.columns:
+        values = {row.name: row.values[column.title] for row in rows if row.values[column.title]}
+        figures[column.title] = (
+            {name: _median(ratios.values()) for name, ratios in values.items()} if table.timed else values
+        )
+    return {
+        "commands": about["commands"],
+        "scale": about["scale"],
+        "seeds": about["seeds"],
+        "rounds": max((len(ratios) for row in rows for ratios in row.values.values()), default=0) if table.timed else 0,
+        "data": {name: _short(text) for name, text in about["corpora"].items()},
+        "rates": sorted(about["rates"]),
+        "chosen": {corpus: {"rates": one.rates, "correlation": one.correlation} for corpus, one in chosen.items()},
+        "missing": list(_missing(table, rows, about)),
+        "figures": figures,
+    }
+
+
+def _median(ratios: Iterable[float]) -> dict[str, float]:
+    spread = Spread.of([*ratios])
+    return {"median": spread.median, "half": (spread.high - spread.low) / 2}
 
 
 def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str, Any]) -> RowResults:
@@ -208,7 +236,7 @@ def _distance_table(table: PaperTable, rows: Sequence[RowResults], about: Mappin
         "Figures minus the reference's of the same seed: means and standard deviations over seeds; bold if Student's 95% "
         f"interval, of at least {MIN_SEEDS} seeds, excludes 0."
     )
-    return [f"{PAIRED} {reference.name}", "", note, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
+    return [f"## Distance to {reference.name}", "", note, "", grids.markdown(titles, grid, "l".ljust(len(titles), "r")), ""]
 
 
 def _main(table: PaperTable, corpus: str) -> Metric:
@@ -221,8 +249,8 @@ def _ours(table: PaperTable, row: RowResults, column: Column) -> str:
     if not values:
         return "none" if column.title in row.reasons else "missing"
     if table.timed:  # ratios of rounds
-        ratio = Spread.of(values)
-        return f"{metric.text(ratio.median)} ± {metric.text((ratio.high - ratio.low) / 2)}"
+        ratio = _median(values)
+        return f"{metric.text(ratio['median'])} ± {metric.text(ratio['half'])}"
     return _mean_text(values, metric)
 
 
@@ -289,23 +317,29 @@ def _updates(table: PaperTable, rows: Sequence[RowResults], row: RowResults, cor
     return next((f"{step:,}" for step, value in curve.items() if rank(value) <= last), "not reached")
 
 
-def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: Mapping[str, Any]) -> Iterator[str]:
+def _notes(
+    table: PaperTable,
+    rows: Sequence[RowResults],
+    folder: Path,
+    about: Mapping[str, Any],
+    chosen: Mapping[str, rates.Chosen],
+) -> Iterator[str]:
     """Notes below the table."""
     if any(about["corpora"]):
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
-    chosen = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
-    pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in chosen]
+    corpora = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
+    pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in corpora]
     source = "paper" if any(row.table_row.figures for row in rows) else "scale paper"
     by_difference: dict[str, list[str]] = {}
-    for corpus, (original, ours) in zip(chosen, pairs, strict=True):
+    for corpus, (original, ours) in zip(corpora, pairs, strict=True):
         by_difference.setdefault(differences(original, ours, source), []).append(corpus.name if corpus else "")
     for text, names in by_difference.items():
         listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         yield f"Scale{f' of {listed}' if len(pairs) > 1 else ''}: {text}"
     if not table.timed:
-        for corpus, (original, ours) in zip(chosen, pairs, strict=True):
+        for corpus, (original, ours) in zip(corpora, pairs, strict=True):
             separate = corpus is not None and corpus.recipe and not corpus.start
-            if corpus is not chosen[0] and not separate:
+            if corpus is not corpora[0] and not separate:
                 continue  # as for the first corpus, or stated with its scale
             model = f"A model of {corpus.name}" if corpus and separate else "A model"
             seen, paper = (r.training.steps * r.task.size(r) / 1e6 for r in (ours, original))
@@ -331,7 +365,7 @@ def _notes(table: PaperTable, rows: Sequence[RowResults], folder: Path, about: M
             "paired by seed, for all pairs of rows at once, includes 0. None is marked if "
             f"no row differs from the best, or with fewer than {MIN_SEEDS} seeds."
         )
-    yield from rates.notes(table, folder, about["corpora"], about["rates"])
+    yield from rates.notes(chosen, about["rates"])
     yield from _ranks(table, rows, about)
     yield from _early_order(table, rows, about)
     yield from table.notes

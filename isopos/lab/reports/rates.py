@@ -1,6 +1,7 @@
 """Learning rates that a table tries: the best one of each row, and what the order of rows owes to the choice."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from isopos.lab.reports.intervals import FEW, spearman
@@ -60,34 +61,53 @@ def start_cell(table: PaperTable, folder: Path, corpus: str, scheme: str, seed: 
     return None if rate is None else folder / "cells" / cell_name(data.start, before, seed, rate)
 
 
-def notes(table: PaperTable, folder: Path, corpora: Sequence[str], rates: Sequence[float]) -> Iterator[str]:
+@dataclass(frozen=True)
+class Chosen:
+    """The learning rates of the rows on a corpus, and what the order of rows owes to them."""
+
+    rates: dict[str, float]  # by row
+    correlation: float | None  # of seed 0's last validations at the scale's rate and at the chosen ones; None of few rows
+    rows: int  # in the correlation
+
+
+def choices(table: PaperTable, folder: Path, corpora: Sequence[str], rates: Sequence[float]) -> dict[str, Chosen]:
+    """The chosen rates by corpus; empty if none were tried."""
+    found = {}
+    for corpus in corpora if rates else ():
+        schemes = {row.name: row.on(corpus) for row in table.rows if row.on(corpus)}
+        best = {name: best_rate(table, folder, corpus, scheme, rates) for name, scheme in schemes.items()}
+        known = {name: rate for name, rate in best.items() if rate is not None}
+        pairs = _ends(table, folder, corpus, {schemes[name]: rate for name, rate in known.items()}, rates)
+        correlation = spearman(*zip(*pairs, strict=True)) if len(pairs) >= FEW else None
+        if known:
+            found[corpus] = Chosen(known, correlation, len(pairs))
+    return found
+
+
+def notes(chosen: Mapping[str, Chosen], rates: Sequence[float]) -> Iterator[str]:
     """Sentences on the chosen rates; none if none were tried."""
     if rates:
         tried = ", ".join(f"{rate:g}" for rate in sorted(rates))
         choice = "each row has the one whose run of seed 0 ends with the best validation"
         yield f"Learning rates are multiples of the scale's: of {tried} {choice}."
-    for corpus in corpora if rates else ():
-        schemes = {row.name: row.on(corpus) for row in table.rows if row.on(corpus)}
-        chosen = {name: best_rate(table, folder, corpus, scheme, rates) for name, scheme in schemes.items()}
-        by_rate = {rate: [name for name, best in chosen.items() if best == rate] for rate in sorted(rates)}
-        if found := "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items() if names):
-            yield f"{corpus or 'Rates'}: {found}." + _effect(
-                table, folder, corpus, {schemes[name]: rate for name, rate in chosen.items() if rate}, rates
-            )
+    for corpus, one in chosen.items():
+        by_rate = {rate: [name for name, best in one.rates.items() if best == rate] for rate in sorted(rates)}
+        found = "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items() if names)
+        effect = "" if one.correlation is None else f"rank correlation {one.correlation:+.2f} over {one.rows} rows."
+        yield f"{corpus or 'Rates'}: {found}." + f" Seed 0's order at 1 and at the chosen ones: {effect}" * bool(effect)
 
 
-def _effect(table: PaperTable, folder: Path, corpus: str, chosen: dict[str, float], rates: Sequence[float]) -> str:
-    """The rank correlation between seed 0's last validations at the scale's learning rate and at the chosen ones."""
+def _ends(
+    table: PaperTable, folder: Path, corpus: str, chosen: Mapping[str, float], rates: Sequence[float]
+) -> list[list[float]]:
+    """Seed 0's last validations at the scale's learning rate and at the chosen one, of each scheme that has both."""
     pairs = []
     for scheme, rate in chosen.items():
         start = start_rate(table, folder, corpus, scheme, rates) or 1.0
         cells = [folder / "cells" / cell_name(corpus, scheme, 0, each, start) for each in (1.0, rate)]
         if all((cell / SCORES).exists() and read_scores(cell)["status"] == "finished" for cell in cells):
             pairs.append([_end(table, corpus, cell) for cell in cells])
-    if len(pairs) < FEW:
-        return ""
-    effect = spearman(*zip(*pairs, strict=True))
-    return f" Seed 0's order at 1 and at the chosen ones: rank correlation {effect:+.2f} over {len(pairs)} rows."
+    return pairs
 
 
 def _end(table: PaperTable, corpus: str, cell: Path) -> float:
