@@ -328,6 +328,12 @@ def test_an_interrupted_conversion_goes_on_to_the_same_weights(isopos, folder, m
     assert "--resume goes on from step 3" in err
     assert not (folder / "new").exists()
     assert convert(isopos, "new")[0] == 2  # without --resume
+    weights = folder / "base" / "model.safetensors"
+    kept = weights.read_bytes()
+    save_file({name: 2 * value for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    code, _, err = convert(isopos, "new", "--resume")
+    assert (code, "resume: expected the data of" in err) == (2, True)
+    weights.write_bytes(kept)
     code, _, err = convert(isopos, "new", "--resume", "--transfer-rate", "0.5")
     assert code == 2
     assert "learning_rate was 0.001, is 0.5" in err
@@ -368,6 +374,7 @@ def test_folders_that_are_no_model_of_softmax_attention(isopos, folder):
     assert "new_folder: expected a new folder" in isopos("convert", "base", "base")[2]
     patch(FAMILIES["llama"].make(), scheme_of("rope")).save_pretrained("linear")
     assert "folder: expected a model with positions and softmax" in isopos("convert", "linear", "new")[2]
+    assert "new_folder: expected a new folder, got ., which exists" in isopos("convert", "base", ".")[2]
 
 
 @pytest.mark.parametrize("damage", ["weights", "sizes", "missing"])

@@ -105,9 +105,9 @@ def _run(options: Options, console: Console) -> int:
 def _runs(options: Options) -> Path:
     """The folder of the runs, after the checks that paths are free."""
     new = Path(options.new_folder)
-    runs = new.with_name(f"{new.name}.runs")
     if new.exists():
         raise ValueError(f"new_folder: expected a new folder, got {new}, which exists; remove it or choose another")
+    runs = new.with_name(f"{new.name}.runs")
     if runs.exists() and not options.resume:
         raise ValueError(f"new_folder: expected no {runs} of an earlier conversion; --resume continues it, or remove it")
     if options.resume and not runs.exists():
@@ -138,14 +138,8 @@ def _write(recipe: Any, run: Path, source: Path, new: Path) -> None:
 
     model = recipe.task.model(recipe)
     checkpoints.read_weights(model, run / checkpoints.WEIGHTS)
-    part = new.with_name(f".{new.name}.new")
-    folders.remove_folder(part)
-    try:
+    with folders.new_folder(new) as part:
         model.student.save_pretrained(part)
         for path in source.iterdir():
             if path.is_file() and ("token" in path.name or path.name in ("vocab.json", "merges.txt")):
                 shutil.copyfile(path, part / path.name)
-        part.rename(new)
-    except BaseException:
-        folders.remove_folder(part)
-        raise

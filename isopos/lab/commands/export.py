@@ -1,8 +1,5 @@
 """`isopos export`: a run's language model as a folder for transformers, or as an ONNX file."""
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from isopos.lab.runs.files import printable
+from isopos.lab.runs.folders import new_folder
 from isopos.lab.tasks import spec
 
 
@@ -51,25 +49,14 @@ def _write_transformers(model: Any, tokenizer: Any, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast  # pyright: ignore[reportMissingImports] # isort: skip
 
     exported, fast = from_decoder(model), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    with _new(folder):
-        exported.save_pretrained(folder)
-        fast.save_pretrained(folder)
+    with new_folder(folder) as part:
+        exported.save_pretrained(part)
+        fast.save_pretrained(part)
 
 
 def _write_onnx(model: Any, tokenizer: Any, folder: Path) -> None:
     from isopos.integrations.onnx import export_decoder
 
-    with _new(folder):
-        export_decoder(model.eval().cpu(), folder / "decoder.onnx")
-        tokenizer.save(str(folder / "tokenizer.json"))
-
-
-@contextmanager
-def _new(folder: Path) -> Iterator[None]:
-    """A new folder, which is removed if the context ends with an error."""
-    folder.mkdir(parents=True)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with new_folder(folder) as part:
+        export_decoder(model.eval().cpu(), part / "decoder.onnx")
+        tokenizer.save(str(part / "tokenizer.json"))

@@ -6,8 +6,8 @@ A run with a result.json has ended. Results of language models in an older forma
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -98,6 +98,20 @@ def remove_folder(folder: Path) -> None:
     if folder.exists():
         folder.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which gets this name if the context ends without an error, and is removed otherwise."""
+    part = folder.with_name(f".{folder.name}.new")
+    remove_folder(part)  # of a killed process
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(folder)
+    except BaseException:
+        remove_folder(part)
+        raise
 
 
 def read_recipe(folder: Path) -> Recipe:

@@ -120,11 +120,15 @@ class Converted(nn.Module):
 
 
 class ConversionText(Data):
-    """A text for both stages."""
+    """A text for both stages. Its fingerprint has the weights of the model, so that none goes on with others."""
 
     def __init__(self, task: Conversion, corpus: corpora.Corpus):
-        self.task, self.corpus = task, corpus
-        self.name, self.sha256 = corpus.name, corpus.sha256
+        self.task, self.corpus, self.name = task, corpus, corpus.name
+        digest = hashlib.sha256(corpus.sha256.encode())
+        for path in sorted(Path(task.source).glob("*.safetensors")):
+            with path.open("rb") as weights:
+                digest.update(hashlib.file_digest(weights, "sha256").digest())
+        self.sha256 = digest.hexdigest()
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} tokens"
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
