@@ -197,7 +197,7 @@ def test_p_rope_turns_the_fastest_pairs_alone(p, kept):
         (lambda: schemes.rope_golden(8, 2, axes=1), r"axes: expected an integer of at least 2, got 1"),
         (lambda: schemes.rope_golden(7, 2), r"head size: expected an even number"),
         (lambda: schemes.mrope(8, sections="2+1"), r"sections: .* add up to 4"),
-        (lambda: schemes.mrope(2), r"sections: expected numbers of pairs from 0 on that add up to 1"),
+        (lambda: schemes.mrope(2), r"head_dim: expected an integer of at least 4, got 2"),
         (lambda: schemes.mrope(8, layout="llama"), r"layout: expected one of interleaved, half, got 'llama'"),
         (
             lambda: schemes.mrope(16, sections=[2, 2, 4], interleaved=True),

@@ -30,11 +30,10 @@ def run(options: Options, console: Console) -> int:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Write the report; print the table and the report's path."""
+    """Print the table, write the report, and print its path."""
     from isopos.lab.reports import page
 
-    path = page.write(folder)
     console.print(*ranking(folder).render(console.width))
     if left := page.unfinished(read_comparison(folder), read_runs(folder)):
         grids.say(console, left)
-    grids.say(console, f"report: {path}")
+    grids.say(console, f"report: {page.write(folder)}")

@@ -312,7 +312,7 @@ def cell_name(corpus: str, scheme: str, seed: int, rate: float = 1.0, start_rate
         >>> cell_name("books", "rope:attention=softmax", 0), cell_name("", "rope", 1), cell_name("", "rope", 1, 0.5)
         ('books-rope+attention=softmax-seed0', 'rope-seed1', 'rope-rate0.5-seed1')
         >>> len(cell_name("", "+".join(["rope:base=500000"] * 40), 0))
-        168
+        169
     """
     name = f"{corpus}-{scheme}".replace(":", "+").replace("*", "x").replace("/", "-").removeprefix("-")
     if len(name) > LONGEST:
