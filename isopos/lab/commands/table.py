@@ -140,7 +140,7 @@ def run(options: Options, console: Console) -> int:
     grid, notes = paper.write(table, folder)
     console.print(grid)
     grids.say(console, *notes)
-    grids.say(console, f"written: {folder / 'table.md'}, {folder / 'curves.svg'}")
+    grids.say(console, f"written: {folder / 'table.md'}, {folder / 'results.json'}, {folder / 'curves.svg'}")
     return status
 
 
