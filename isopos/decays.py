@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from isopos.catalog import at_least
 from isopos.exact import ExactModule, constant, to_float64
 from isopos.positions import Line
 
@@ -85,7 +86,7 @@ def alibi_rates(heads: int) -> Tensor:
         >>> alibi_rates(6).log2().tolist()
         [-2.0, -4.0, -6.0, -8.0, -1.0, -3.0]
     """
-    count = 2 ** (heads.bit_length() - 1)
+    count = 2 ** (at_least("heads", heads).bit_length() - 1)
     exponents = [i / count for i in range(1, count + 1)] + [i / count / 2 for i in range(1, 2 * (heads - count), 2)]
     return torch.exp2(-8 * torch.tensor(exponents, device="cpu", dtype=torch.float64))
 

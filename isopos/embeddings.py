@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from isopos.catalog import at_least
 from isopos.exact import ExactModule, cast_down, normal, to_float64
@@ -77,11 +78,13 @@ class Learned(Embedding, ExactModule):
 
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         self.group.check(x)
-        length = len(self.weight)
-        if not torch.compiler.is_compiling() and x.numel() and not 0 <= x.min() <= x.max() < length:
+        length, row = len(self.weight), x[..., 0].long()
+        if torch.compiler.is_compiling():
+            row = torch.where(row < 0, length, row)  # which indexing refuses, too
+        elif x.numel() and not x.is_meta and not is_batchedtensor(x) and not 0 <= x.min() <= x.max() < length:
             span = f"{int(x.min())} to {int(x.max())}"
             raise ValueError(f"positions: expected 0 to {length - 1}, which have learned vectors, got {span}")
-        return self.weight[x[..., 0].long()].to(dtype)
+        return self.weight[row].to(dtype)
 
 
 class TreeStack(Embedding, ExactModule):

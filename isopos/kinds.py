@@ -65,7 +65,8 @@ class Linear(Kind):
         expect("denominator", self.denominator, ("auto", *get_args(DenominatorName)))
         if self.inside and self.denominator == "plain":
             raise ValueError(
-                "denominator: expected 'encoded' or 'none', since the encoding acts ahead of the feature map, got 'plain'"
+                "denominator: expected 'encoded', 'complex' or 'none', since the encoding acts ahead of the feature map, "
+                "got 'plain'"
             )
         if self.feature_map == "auto":
             object.__setattr__(self, "feature_map", "elu+1")
@@ -123,6 +124,8 @@ def kind_of(attention: str = "linear", **values: Any) -> Linear | Softmax:
         Softmax(scale=0.5, locality=None, metric=None)
     """
     expect("attention", attention, KINDS)
+    for name in values:
+        expect("choice of attention", name, FIELDS)
     kinds = {
         name: kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
         for name, kind in KINDS.items()

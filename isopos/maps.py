@@ -583,8 +583,8 @@ def rescaled(part: TokenMap, factor: float) -> TokenMap:
             return Rotation(part.table * factor, part.lifted)
         case Chain():
             return composed(part.first, rescaled(part.second, factor))
-    tensor = next(part.tensors())
-    return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=tensor.device)))
+    device = next((tensor.device for tensor in part.tensors()), None)
+    return Composed(part, Factor(torch.full((1, 1, 1), factor, dtype=torch.float64, device=device)))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -465,7 +465,7 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
             raise ValueError(f"product: expected parts [t c], got {got}")
     if group is None:
         for i, part in enumerate(parts):
-            if not torch.compiler.is_compiling() and ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():
+            if not torch.compiler.is_compiling() and not part.is_meta and ((part[:, 1:] == -1) & (part[:, :-1] == -1)).any():
                 raise ValueError(
                     f"product: expected parts without trees, got (-1, -1), a tree's root, in part {i}; pass "
                     "group=Product((...)), whose parts say which columns are trees"

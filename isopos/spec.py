@@ -70,7 +70,8 @@ class Piece:
 
     def whole_number(self, expected: str, least: int = 0, most: float = float("inf")) -> int:
         """The piece as an integer in decimal digits, from `least` to `most`."""
-        if not (self.text.isascii() and self.text.isdigit() and least <= int(self.text) <= most):
+        digits = self.text.isascii() and self.text.isdigit() and len(self.text) < 20
+        if not digits or not least <= int(self.text) <= most:
             raise self.wrong(expected)
         return int(self.text)
 
@@ -182,7 +183,12 @@ def split_spec(spec: str, what: str = "scheme") -> tuple[str, dict[str, str]]:
         )
     name, options = layers[0].cut(":")
     entries = [piece.entry() for piece in options.split(",") if piece] if options else []
-    return name.text, {option.replace("-", "_"): value.text for option, value in entries}
+    found: dict[str, str] = {}
+    for option, value in entries:
+        if (key := option.replace("-", "_")) in found:
+            raise value.wrong(f"each option once, but {option} is there twice")
+        found[key] = value.text
+    return name.text, found
 
 
 def join_spec(name: str, options: Mapping[str, str]) -> str:

@@ -247,6 +247,13 @@ def test_what_llama_cpp_cannot_express_is_refused_with_the_reason():
         gguf_keys(isopos.rope(D, 2, attention="softmax", layout="half"))
     with pytest.raises(ValueError, match="architecture: expected a name such as llama"):
         gguf_keys(isopos.rope(D, 2, attention="softmax"), "a.b")
+    with pytest.raises(ValueError, match=r"architecture: expected one whose pairs are \(2i, 2i \+ 1\), .* got qwen2"):
+        gguf_keys(isopos.rope(D, 2, attention="softmax"), "qwen2")
+
+
+def test_positions_of_several_samples_are_refused():
+    with pytest.raises(ValueError, match=r"x: expected positions \[t c\] of one sample, got \[3, 5, 1\]"):
+        arrays(isopos.rope(D, 2), isopos.sequence(5).expand(3, 5, 1))
 
 
 def test_the_command_writes_arrays_and_keys(isopos):

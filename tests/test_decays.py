@@ -81,3 +81,8 @@ def test_learned_rates():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_no_heads_have_no_rates():
+    with pytest.raises(ValueError, match="heads: expected an integer of at least 1, got 0"):
+        RATES["alibi"](0)

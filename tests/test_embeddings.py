@@ -101,3 +101,16 @@ def test_tree_stacks_learn_and_stay_exact():
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_positions_without_a_vector_are_errors_in_compiled_code_too():
+    learned = torch.compile(Learned(10, 4), backend="aot_eager", fullgraph=True)
+    assert learned(torch.tensor([[3]])).shape == (1, 4)
+    for row in (-1, 10):
+        with pytest.raises((IndexError, RuntimeError)):
+            learned(torch.tensor([[row]]))
+
+
+def test_learned_vectors_are_mapped_over_samples():
+    learned, x = Learned(10, 4), torch.tensor([[[1], [2]], [[3], [4]]])
+    assert torch.equal(torch.func.vmap(learned)(x), learned(x))

@@ -9,7 +9,7 @@ from cases import HEAD_DIM, HEADS, PRESETS, STEPS, TOLERANCE, close, each, ids, 
 from structures import over_covering
 
 from isopos import Decoder, schemes
-from isopos.models import Block, Classifier, Encoder, Vision
+from isopos.models import Block, Classifier, Encoder, Vision, encoder
 from isopos.models.blocks import NORMS
 from isopos.positions import Line, grid, sequence
 
@@ -271,6 +271,55 @@ def test_what_is_computed_again_is_the_same(model):
         own(x, at, mask).square().sum().backward()
         gradients.append([p.grad for p in own.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_running_statistics_change_once_where_blocks_are_computed_again():
+    models = [Encoder(VOCABULARY, 32, 2, schemes.rope(8, 4), norm="batch", recompute=again) for again in (False, True)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model(torch.arange(14).view(2, 7) % VOCABULARY).square().mean().backward()
+    assert int(models[1].blocks[0].norm1.num_batches_tracked) == 1
+    assert all(torch.equal(a, b) for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_with_a_full_mask_is_the_mean(dtype):
+    x = torch.full((1, 16384, 4), 5.0, dtype=dtype)
+    mean = encoder._pooled(x, torch.ones(1, 16384, dtype=torch.bool), "mean")
+    assert mean.dtype == dtype
+    assert torch.equal(mean, encoder._pooled(x, None, "mean"))
+
+
+def test_the_first_token_is_the_first_one_that_is_kept():
+    model = Classifier(VOCABULARY, 3, 32, 1, schemes.rope(8, 4), pooling="first").eval()
+    mask = torch.tensor([[False, False, True, True, True, True]])
+    x, other = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 3, 4, 5, 6]])[:, None].unbind(0)
+    assert torch.equal(model(x, mask=mask), model(other, mask=mask))
+
+
+def test_one_block_has_the_whole_stochastic_depth():
+    assert Decoder(9, 32, 1, schemes.rope(8, 4), stochastic_depth=0.5).blocks[0].stochastic_depth == 0.5
+
+
+def test_targets_of_another_batch_or_of_more_tokens_are_refused():
+    model = Decoder(9, 32, 1, schemes.rope(8, 4))
+    for shape in ((1, 18), (2, 12)):
+        with pytest.raises(ValueError, match=r"targets: expected \[2 s\] of at most 9 tokens, got"):
+            model(torch.zeros(2, 9, dtype=torch.int64), targets=torch.zeros(shape, dtype=torch.int64))
+
+
+def test_an_adaptive_softmax_has_any_axes():
+    head = Decoder(50, 16, 1, schemes.rope(8, 2), cutoffs=(5,)).head
+    x = torch.randn(3, 4, 16)
+    close(head(x[0, 0]), head(x)[0, 0])
+
+
+def test_models_with_checks_of_positions_have_shapes_on_the_meta_device():
+    decoder = Decoder(9, 32, 1, schemes.learned(8, 4, length=16)).to("meta")
+    assert decoder(torch.zeros(2, 5, dtype=torch.int64, device="meta")).shape == (2, 5, 9)
+    vision = Vision(3, 5, 32, 2, schemes.ape_grid(8, 4), patch=8).to("meta")
+    assert vision(torch.zeros(1, 3, 16, 16, device="meta")).shape == (1, 5)
 
 
 @each("make", [Decoder, Encoder, partial(Classifier, classes=3)])

@@ -316,6 +316,20 @@ def test_decoders_of_shared_keys_and_of_few_positions_are_exported(scheme, tmp_p
         onnx.export_decoder(model, tmp_path / "b.onnx")
 
 
+def test_examples_in_another_order_and_outputs_of_other_types_are_refused():
+    class Of(torch.nn.Module):
+        def forward(self, x, p):
+            return {"y": x - 2 * p}
+
+    first = {"x": torch.ones(3, 2), "p": torch.zeros(3, 2)}
+    with pytest.raises(ValueError, match="other: expected the names x, p, in this order, got p, x"):
+        program.export(Of().eval(), first, dict(reversed(first.items())))
+    with pytest.raises(TypeError, match="module: expected a tensor or a tuple of tensors as output, got dict"):
+        program.expected(Of(), first)
+    with pytest.raises(ValueError, match=r"y: expected \[2\] .* with errors up to 1.0e\+00"):
+        program.compare("y", torch.tensor([True, False]), torch.tensor([True, True]), "there")
+
+
 def test_examples_that_do_not_match_are_refused():
     module, x = torch.nn.ReLU(), torch.ones(2)
     with pytest.raises(ValueError, match="module: expected one in evaluation mode"):

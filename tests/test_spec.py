@@ -50,3 +50,15 @@ def test_options_keep_their_signs_of_equality():
     name, options = split_spec("rope:rotary-dim=8,note=a=b,")
     assert (name, options) == ("rope", {"rotary_dim": "8", "note": "a=b"})
     assert join_spec(name, options) == "rope:rotary_dim=8,note=a=b"
+
+
+def test_an_option_that_is_there_twice_is_refused():
+    with pytest.raises(
+        ValueError, match=r"scheme: expected each option once, but base is there twice, got '2' at character"
+    ):
+        split_spec("rope:base=1,base=2")
+
+
+def test_a_number_of_too_many_digits_is_refused():
+    with pytest.raises(ValueError, match=r"scheme: expected a number of layers after \*, at most 100,000"):
+        of_layers("rope*" + "9" * 5000)

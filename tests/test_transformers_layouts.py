@@ -121,6 +121,13 @@ def test_bad_input(hf):
     layer.q_proj = torch.nn.Linear(layer.q_proj.in_features, 2 * layer.q_proj.out_features, bias=False)
     with pytest.raises(ValueError, match=r"model: expected .* rows of q_proj, queries alone, got"):
         convert_layout(gated, to="interleaved")
+    computed = make(hf)
+    torch.nn.utils.parametrizations.weight_norm(computed.base_model.layers[0].self_attn.q_proj)
+    with pytest.raises(ValueError, match=r"model: expected projections that hold their weights, got q_proj of Parametr"):
+        convert_layout(computed, to="interleaved")
+    named = make(hf)
+    named.register_buffer("scale", torch.ones(()))
+    convert_layout(named, to="interleaved")
     wide = patch(make(hf), BASES["householder"](HEADS))
     with pytest.raises(ValueError, match=f"got one of {HEADS} heads, several of which share a key"):
         absorb(wide)

@@ -254,6 +254,22 @@ def test_copies(hf):
         assert other(ids).logits.equal(model(ids).logits)
 
 
+def test_a_tied_head_leaves_the_embedding_as_it_is_initialised(hf):
+    for tied in (False, True):
+        config = own.IsoposConfig(vocab_size=1000, hidden_size=64, num_hidden_layers=1, tie_word_embeddings=tied)
+        assert 0.095 < own.IsoposForCausalLM(config).decoder.tokens.weight.std() < 0.105
+
+
+def test_frozen_weights_stay_frozen_and_tokens_are_needed(hf):
+    decoder = Decoder(VOCABULARY, 32, 1, core.rope(8, HEADS)).requires_grad_(False)
+    model = own.from_decoder(decoder)
+    assert not any(weight.requires_grad for weight in model.parameters())
+    with pytest.raises(ValueError, match="inputs_embeds: expected none"):
+        model(inputs_embeds=torch.zeros(1, 3, 32))
+    with pytest.raises(ValueError, match=r"input_ids: expected tokens \[b t\], got none"):
+        model()
+
+
 def test_tied_embeddings(hf, tmp_path):
     model, ids = make(tie_word_embeddings=True), tokens()
     assert model.decoder.head.weight is model.decoder.tokens.weight

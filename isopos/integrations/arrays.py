@@ -26,6 +26,8 @@ from isopos.terms import DistanceKernel, Numbers
 
 __all__ = ["arrays", "explanation", "gguf_keys"]
 
+HALVES = ("qwen2", "qwen3", "gptneox", "phi2", "phi3", "gemma", "stablelm", "falcon", "starcoder2")
+"""Architectures of llama.cpp, among others, that rotate pairs (i, i + n)."""
 FORMULAS = {
     "Identity": "x",
     "Rotation": "with (c, s) = table[..., i, :], (x[2i], x[2i+1]) -> (c x[2i] - s x[2i+1], s x[2i] + c x[2i+1]); "
@@ -73,6 +75,8 @@ def arrays(scheme: Scheme, x: Tensor) -> dict[str, np.ndarray]:
         'h t f 2'
     """
     scheme.group.check(x)
+    if x.ndim != 2:
+        raise ValueError(f"x: expected positions [t c] of one sample, got {list(x.shape)}")
     tensors, axes = {"positions": x}, {"positions": "t c"}
     with torch.no_grad():
         at = scheme.at(x)
@@ -111,7 +115,7 @@ def explanation(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def _described(part: Any, name: str, out: dict[str, Tensor], axes: dict[str, str]) -> dict[str, Any]:
     """The tree of a map; adds its tensors to `out` and their axes to `axes`."""
     kind = type(part).__name__
-    tree: dict[str, Any] = {"map": kind, "formula": FORMULAS[kind]}
+    tree: dict[str, Any] = {"map": kind, "formula": FORMULAS.get(kind, (type(part).__doc__ or "").partition("\n")[0])}
     for item in fields(part):
         value, inner = getattr(part, item.name), f"{name}.{item.name}"
         if isinstance(value, Tensor):
@@ -202,6 +206,11 @@ def gguf_keys(scheme: Scheme, architecture: str = "llama") -> dict[str, Any]:
         raise ValueError(
             "scheme: expected one that llama.cpp has, rotation of pairs on a line or ALiBi with softmax attention, got "
             f"{reason}; tables of any scheme are in --format npz"
+        )
+    if architecture in HALVES and not half:
+        raise ValueError(
+            f"architecture: expected one whose pairs are (2i, 2i + 1), as llama, got {architecture}, whose pairs are "
+            "(i, i + n); pass layout='half', and convert weights by isopos.nn.convert_layout"
         )
     if architecture == "llama" and half:
         raise ValueError(

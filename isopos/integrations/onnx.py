@@ -31,7 +31,7 @@ def export(module: nn.Module, file: str | Path, inputs: Inputs, other: Inputs, o
         module: A module in evaluation mode that takes the tensors of `inputs` in order and returns one tensor or a tuple.
         file: Path of the new file.
         inputs: One example tensor per input, by name.
-        other: A second example with the same names, numbers of axes and dtypes.
+        other: A second example with the same names in the same order, numbers of axes and dtypes.
         outputs: Names of the outputs, in order.
 
     Raises:

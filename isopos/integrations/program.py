@@ -34,7 +34,7 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
     Args:
         module: A module in evaluation mode that takes the tensors of `inputs` in order and returns one tensor or a tuple.
         inputs: One example tensor per input, by name.
-        other: A second example with the same names, numbers of axes and dtypes.
+        other: A second example with the same names in the same order, numbers of axes and dtypes.
         largest: Largest size of the axes that differ. Runtimes that plan memory ahead, such as ExecuTorch, need it.
 
     Raises:
@@ -101,6 +101,8 @@ def traced_program(
     """The program of a module with folded constants; with `onnx`, rotations are ONNX's operation."""
     if module.training:
         raise ValueError("module: expected one in evaluation mode, got training mode; call module.eval()")
+    if {*inputs} <= {*other} and [*inputs] != [*other]:
+        raise ValueError(f"other: expected the names {', '.join(inputs)}, in this order, got {', '.join(other)}")
     auto = torch.export.Dim.AUTO if largest is None else torch.export.Dim.AUTO(max=largest)
     shapes = tuple(dict.fromkeys(axes, auto) for axes in dynamic_axes(inputs, other))
     called = _Called(module).train(module.training)
@@ -229,8 +231,13 @@ def dynamic_axes(inputs: Inputs, other: Inputs) -> tuple[dict[int, str], ...]:
 
 
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One tensor or several, as a tuple."""
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    """One tensor or several, as a tuple; TypeError for other outputs."""
+    found = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    if other := next((one for one in found if not isinstance(one, Tensor)), None):
+        raise TypeError(
+            f"module: expected a tensor or a tuple of tensors as output, got {type(outputs).__name__} of {other!r}"
+        )
+    return found
 
 
 def expected(module: nn.Module, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -244,5 +251,5 @@ def compare(name: str, got: Tensor, want: Tensor, where: str) -> None:
     known = want[want.isfinite()].double().abs()
     limit = TOLERANCE * max(1.0, float(known.max())) if known.numel() else 0.0
     if got.shape != want.shape or not torch.allclose(got.double(), want.double(), rtol=0, atol=limit, equal_nan=True):
-        error = f" with errors up to {(got - want).abs().max():.1e}" if got.shape == want.shape else ""
+        error = f" with errors up to {(got.double() - want.double()).abs().max():.1e}" if got.shape == want.shape else ""
         raise ValueError(f"{name}: expected {list(want.shape)} {where} to {limit:.0e}, got {list(got.shape)}{error}")

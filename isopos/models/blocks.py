@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
@@ -295,8 +295,11 @@ class Trunk(nn.Module, ABC):
 
     def checkpointed(self, block: nn.Module) -> Callable[..., Any]:
         """The block as a function; with `recompute`, it is computed again in the backward pass."""
-        recomputed = self.recompute and torch.is_grad_enabled()
-        return partial(checkpoint, block, use_reentrant=False) if recomputed else block
+        if not self.recompute or not torch.is_grad_enabled():
+            return block
+        norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
+        contexts: Any = {"context_fn": lambda: (nullcontext(), _same_statistics(norms))} if norms else {}
+        return partial(checkpoint, block, use_reentrant=False, **contexts)
 
     def check_stream(self, tokens: Tensor) -> None:
         """ValueError for tokens of a stream while samples are in several processes."""
@@ -323,9 +326,24 @@ class Trunk(nn.Module, ABC):
             raise ValueError(f"group: expected {what}")
 
 
+@contextmanager
+def _same_statistics(norms: Sequence[BatchNorm]) -> Iterator[None]:
+    """Keep running statistics as they are, in a forward pass that is computed again."""
+    momenta = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum = 0.0
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            if norm.training and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.sub_(1)
+
+
 def depth_rates(stochastic_depth: float, layers: int) -> list[float]:
-    """Stochastic depth of each block, increasing linearly from 0 to `stochastic_depth`."""
-    return [stochastic_depth * n / max(1, layers - 1) for n in range(layers)]
+    """Stochastic depth of each block, increasing linearly from 0 to `stochastic_depth`, which one block has."""
+    return [stochastic_depth * (n / (layers - 1) if layers > 1 else 1) for n in range(layers)]
 
 
 def embedding(vocabulary: int, model_dim: int) -> nn.Embedding:

@@ -77,7 +77,12 @@ class Decoder(Trunk):
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of targets ``[b s]``, predicted from the last s of the features ``[b t m]``."""
+        """Mean cross-entropy in nats of targets ``[b s]``, predicted from the last s of the features ``[b t m]``.
+
+        -100 is no target, except with an adaptive softmax, which refuses it.
+        """
+        if targets.shape[0] != x.shape[0] or targets.shape[1] > x.shape[1]:
+            raise ValueError(f"targets: expected [{x.shape[0]} s] of at most {x.shape[1]} tokens, got {list(targets.shape)}")
         x = x[:, x.shape[1] - targets.shape[1] :]
         if isinstance(self.head, AdaptiveHead):
             return self.head.loss(x, targets)
@@ -192,11 +197,11 @@ class AdaptiveHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Log probabilities ``[*b vocabulary]`` from ``[*b m]``."""
-        return self.softmax.log_prob(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return self.softmax.log_prob(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats of targets ``[*b]``; computes only the clusters of the targets."""
-        return self.softmax(x.flatten(0, -2), targets.flatten()).loss
+        return self.softmax(x.reshape(-1, x.shape[-1]), targets.flatten()).loss
 
 
 class DecoderState(NamedTuple):

@@ -142,18 +142,23 @@ class PairClassifier(Classifier):
 
 
 def _pooled(x: Tensor, mask: Tensor | None, pooling: str, group: Any = None) -> Tensor:
-    """One vector ``[b m]`` per sample from features ``[b t m]``, which may be those of one shard."""
+    """One vector ``[b m]`` per sample from features ``[b t m]``, which may be those of one shard: the mean, or the first.
+
+    The first token is the first one that the mask keeps, or that of the first shard.
+    """
     known = shards(group, x.shape[1], x.device)
     if pooling == "first":
         if known is None:
-            return x[:, 0]
+            return x[:, 0] if mask is None else x[torch.arange(len(x), device=x.device), mask.int().argmax(1)]
         is_first = torch.tensor(known.rank == 0, device=x.device)  # a condition, so that all processes have a graph
         return known.add(torch.where(is_first, x[:, 0], 0)).wait()[0]
     if known is None and mask is None and x.shape[1]:
         return x.mean(1)
-    total, count = x.sum(1), x.new_full((1,), x.shape[1])
+    wide = torch.promote_types(x.dtype, torch.float32)  # a sum of float16 would overflow
+    total, count = x.sum(1, dtype=wide), x.new_full((1,), x.shape[1], dtype=wide)
     if mask is not None:
-        total, count = torch.where(mask[..., None], x, 0).sum(1), mask.sum(1, keepdim=True).to(x.dtype)
+        total = torch.where(mask[..., None], x, 0).sum(1, dtype=wide)
+        count = mask.sum(1, keepdim=True).to(wide)
     if known is not None:
         total, count = known.add(total, count).wait()
-    return total / count.clamp_min(1)  # zeros of a sample without tokens
+    return (total / count.clamp_min(1)).to(x.dtype)  # zeros of a sample without tokens

@@ -130,7 +130,7 @@ def _rows(model: Any, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
     part = text_part(model)
     features, within = head_dim(part.config), "" if part is model.base_model else "language_model."
     for name, tensor in state.items():
-        kind = name.split(".")[-2] if within in name else None
+        kind = f".{name}".split(".")[-2] if within in name else None
         if kind in ("q_proj", "k_proj") or (kind in ("q_norm", "k_norm") and len(tensor) != features):
             yield name, tensor.view(-1, features, *tensor.shape[1:])
         elif kind == "query_key_value":
@@ -151,6 +151,14 @@ def _check_projections(part: Any) -> None:
     if not layers or others:
         got = ", ".join(sorted(others)) or "none of these"
         raise ValueError(f"model: expected projections q_proj and k_proj, or query_key_value, and q_norm, k_norm, got {got}")
+    wrapped = [
+        f"{name} of {type(child).__name__}"
+        for layer in layers
+        for name, child in layer.named_children()
+        if name in (*makers, "q_norm", "k_norm") and "weight" not in child._parameters and [*child.parameters()]
+    ]
+    if wrapped:
+        raise ValueError(f"model: expected projections that hold their weights, got {wrapped[0]}; merge adapters first")
     for layer in layers:
         queries = getattr(layer, "q_proj", None)
         if queries is not None and len(queries.weight) != config.num_attention_heads * head_dim(config):

@@ -63,6 +63,8 @@ def from_decoder(decoder: Decoder) -> Any:
     model: Any = IsoposForCausalLM(config)
     model.to(decoder.tokens.weight.dtype)
     model.decoder.load_state_dict(decoder.state_dict())
+    for own, theirs in zip(model.decoder.parameters(), decoder.parameters(), strict=True):
+        own.requires_grad_(theirs.requires_grad)
     return model.train(decoder.training)
 
 
@@ -176,7 +178,7 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,
@@ -202,6 +204,8 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
             value = others.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}: expected none, since the model keeps neither embeddings nor weights of attention")
+        if input_ids is None:
+            raise ValueError("input_ids: expected tokens [b t], got none")
         cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if cached and past_key_values is None:
             past_key_values = self.empty_cache()
@@ -221,6 +225,8 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=TOKEN_STD)
+        elif getattr(module, "weight", None) is self.decoder.tokens.weight:
+            return  # a tied head
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()
 
