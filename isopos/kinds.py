@@ -65,8 +65,7 @@ class Linear(Kind):
         expect("denominator", self.denominator, ("auto", *get_args(DenominatorName)))
         if self.inside and self.denominator == "plain":
             raise ValueError(
-                "denominator: expected 'encoded', 'complex' or 'none', since the encoding acts ahead of the feature map, "
-                "got 'plain'"
+                "denominator: expected 'encoded' or 'none', since the encoding acts ahead of the feature map, got 'plain'"
             )
         if self.feature_map == "auto":
             object.__setattr__(self, "feature_map", "elu+1")

@@ -203,6 +203,7 @@ class Llama3(_ByParts):
     """Llama 3.1's rule: by parts, linear in the turns of a pair (Dubey et al. 2024, arXiv 2407.21783; its released code).
 
     Args:
+        factor, trained: As of `Extension`.
         fast: Turns over the trained positions from which on a pair keeps its speed; `high_freq_factor`.
         slow: Turns below which a pair is interpolated; `low_freq_factor`.
     """

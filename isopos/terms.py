@@ -133,6 +133,7 @@ class Offsets(_OfPositions):
     """A term of offsets on a line, with lazily evaluated buckets.
 
     Args:
+        table, side: As of `Term`.
         x: Positions of queries ``[*b t 1]``, integers.
         y: Positions of keys ``[*b s 1]``.
         buckets: Buckets of the offsets -m, ..., m, int64 ``[2m+1]``; larger offsets share the outermost ones.
@@ -157,6 +158,7 @@ class DistanceKernel(_OfPositions):
     """A lazily evaluated function of the offset t, with a table ``[h 2]`` of r1 and r2: -r1 log(1 + r2 |t|), or -r1 |t|^r2.
 
     Args:
+        table, side: The table; "none".
         x: Positions of queries ``[*b t 1]``.
         y: Positions of keys ``[*b s 1]``.
         kernel: "log" or "power".
@@ -208,6 +210,7 @@ class Clipped(_OfPositions):
     """A term of offsets clipped to -reach, ..., reach on each axis, which linear attention sums in linear time.
 
     Args:
+        table, side: As of `Term`.
         x: Positions of queries ``[*b t c]``.
         y: Positions of keys ``[*b s c]``.
         reach: R.

@@ -170,6 +170,8 @@ def explain(
 ) -> linear.Explanation:
     """The backend that serves `linear_attention` for these arguments, and the reasons why others do not.
 
+    The arguments have the meaning and shapes of `linear_attention`.
+
     Examples:
         >>> q, k, v = torch.randn(3, 2, 4, 100, 16, dtype=torch.float64)
         >>> from isopos.feature_maps import FEATURE_MAPS

@@ -226,7 +226,16 @@ def compose(
 ) -> Scheme:
     """A scheme of these parts, with a preset's defaults for options that the user has not chosen, if they apply.
 
-    Fields of `Linear` and `Softmax` may be passed with the name of the kind.
+    Args:
+        encoding: The encoding, or a coupling of queries and keys.
+        heads: Number of key heads; None for one, of any number of heads.
+        choices: The user's options: of `Scheme`, and fields of `Linear` and `Softmax` with the name of the kind.
+        defaults: The preset's choices; with softmax attention only those that it has apply.
+        parts: Options of `Scheme` that the preset determines.
+
+    Raises:
+        ValueError: For a decay without a number of heads, and as `Scheme`.
+        TypeError: For a choice that the preset determines.
     """
     defaults = defaults or {}
     if heads is None and choices.get("decay", "none") != "none":
