@@ -230,7 +230,7 @@ def compose(
         encoding: The encoding, or a coupling of queries and keys.
         heads: Number of key heads; None for one, of any number of heads.
         choices: The user's options: of `Scheme`, and fields of `Linear` and `Softmax` with the name of the kind.
-        defaults: The preset's choices; with softmax attention only those that it has apply.
+        defaults: The preset's choices; with softmax attention only its attention and decay apply.
         parts: Options of `Scheme` that the preset determines.
 
     Raises:

@@ -163,7 +163,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float | None]:
-    """Figures by name, None for those that are not finite, which JSON does not have."""
+    """Figures by name, with None for a figure that is not finite, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
