@@ -169,6 +169,13 @@ def test_endings_in_the_other_order_are_pairs_the_other_way_round(tmp_path):
         }
 
 
+@pytest.mark.parametrize("header", ["trg\tsrc", "TGT\tSource"])
+def test_other_names_of_columns_are_no_pair(tmp_path, header):
+    lines(tmp_path / "named.tsv", header, *(f"{b}\t{a}" for a, b in ROWS))
+    found = gathered(str(tmp_path / "named.tsv"))
+    assert sorted(pair for rows in found.splits.values() for pair in rows) == sorted(ROWS)
+
+
 def test_one_source_may_have_another_target_in_each_split(tmp_path):
     for name in ("train", "val", "test"):
         lines(tmp_path / f"{name}.en", "one", "two", name)

@@ -24,6 +24,7 @@ from isopos.lab.runs.files import check_plain
 BLOCK, ROWS = 1 << 20, 1000  # bytes and rows of tables read at once
 UNPACKED, RATIO = 1 << 30, 100  # largest unpacked size of a file: bytes, or a multiple of its size
 FIELD = 1 << 24  # characters in the largest cell
+HEADERS = {"source": "source", "src": "source", "target": "target", "trg": "target", "tgt": "target"}
 BOM = "\ufeff".encode()
 PACKED: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ARCHIVES = (".zip", ".tar", ".tgz", *(f".tar{suffix}" for suffix in PACKED))
@@ -164,12 +165,12 @@ def lines_of(name: str, blocks: Iterable[bytes], errors: str = "strict") -> Iter
 def two_columns(lines: Iterable[str], source: int = 0) -> Iterator[tuple[int, list[str], int]]:
     """Number and cells of each line that is not blank, and the index of the source among the cells.
 
-    The first line may name the columns Source and Target; otherwise `source` is the index.
+    The first line may name the columns Source and Target, or src and trg or tgt; otherwise `source` is the index.
     """
     for number, line in enumerate(lines, 1):
         cells = line.removesuffix("\n").split("\t")
-        names = [cell.strip().lower() for cell in cells]
-        if number == 1 and sorted(names) == ["source", "target"]:
+        names = [HEADERS.get(cell.strip().lower()) for cell in cells]
+        if number == 1 and sorted(filter(None, names)) == ["source", "target"] and len(names) == 2:
             source = names.index("source")
         elif line.strip():
             yield number, cells, source
