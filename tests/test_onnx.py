@@ -326,6 +326,8 @@ def test_examples_in_another_order_and_outputs_of_other_types_are_refused():
         program.export(Of().eval(), first, dict(reversed(first.items())))
     with pytest.raises(TypeError, match="module: expected a tensor or a tuple of tensors as output, got dict"):
         program.expected(Of(), first)
+    with pytest.raises(TypeError, match="got tuple of None"):
+        program.as_tuple((first["x"], None))
     with pytest.raises(ValueError, match=r"y: expected \[2\] .* with errors up to 1.0e\+00"):
         program.compare("y", torch.tensor([True, False]), torch.tensor([True, True]), "there")
 

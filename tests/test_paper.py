@@ -91,6 +91,12 @@ def test_figures_that_are_not_finite_are_none(write, tmp_path):
     assert json.loads((tmp_path / paper.RESULTS).read_text())["figures"]["figure"]["Rope"] == {"0": 3.0}
 
 
+def test_a_figure_that_was_not_scored_is_not_called_infinite(write):
+    _, page = write("lower", figure=lambda name, ours, _: None if name == "Rope" else ours)
+    assert "not finite" not in page
+    assert re.search(r"\| Rope \| rope \| 1\.0+ \| none \|", page)
+
+
 def test_a_seed_that_diverged_has_no_part_in_curves(write, tmp_path):
     steps = {5: 3.0, 10: 2.0, 20: 1.0}
     write("lower", seeds=2, curve=lambda *_: steps)

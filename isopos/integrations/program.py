@@ -233,9 +233,9 @@ def dynamic_axes(inputs: Inputs, other: Inputs) -> tuple[dict[int, str], ...]:
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     """One tensor or several, as a tuple; TypeError for other outputs."""
     found = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-    if other := next((one for one in found if not isinstance(one, Tensor)), None):
+    if others := [one for one in found if not isinstance(one, Tensor)]:
         raise TypeError(
-            f"module: expected a tensor or a tuple of tensors as output, got {type(outputs).__name__} of {other!r}"
+            f"module: expected a tensor or a tuple of tensors as output, got {type(outputs).__name__} of {others[0]!r}"
         )
     return found
 

@@ -156,8 +156,10 @@ def _results(table: PaperTable, row: TableRow, folder: Path, about: Mapping[str,
                 reason = "the same command scores it" if ended == "finished" else ended
                 scored = scores["columns"].get(column.title, {"value": None, "reason": reason})
                 stand_in |= scored.get("split", column.split) != column.split
-                if scored["value"] is None or not math.isfinite(scored["value"]):
-                    reasons[column.title] = scored["reason"] or "not finite"
+                if scored["value"] is None:
+                    reasons[column.title] = scored["reason"]
+                elif not math.isfinite(scored["value"]):
+                    reasons[column.title] = "not finite"
                 elif column.after < 1 and not curve:
                     reasons[column.title] = "not validated"
                 else:
