@@ -89,7 +89,7 @@ def test_one_wheel_serves_every_python(tmp_path, machine, sets):
     assert {Path(name).stem for name in libraries} == {f"_cpu_{name}" for name in sets}
     for content in libraries.values():
         assert not re.search(rb"\bPy[A-Z_]|torch|GOMP_|omp_", content)
-    assert wheel.stat().st_size < 2**20
+    assert wheel.stat().st_size < 1.5 * 2**20  # code and libraries: neither data nor results
     if machine != platform.machine():
         return
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
