@@ -148,8 +148,8 @@ def test_what_the_order_owes_to_learning_rates(shown):
     (tuned,) = shown(rates=[0.5, 1, 2], chosen=chosen)
     assert tuned.rates == "0.5, 1, 2"
     assert results_page.tuning([tuned]).splitlines()[3:] == [
-        "| [`toy`](toy/table.md) | one | 0.5, 1, 2 | 3 of 4 | +0.80 |",
-        "| [`toy`](toy/table.md) | two | 0.5, 1, 2 | 0 of 1 | - |",
+        "| [`toy`](toy/table.md) | one | 0.5, 1, 2 | 1 of 4 | 3 of 4 | +0.80 |",
+        "| [`toy`](toy/table.md) | two | 0.5, 1, 2 | 0 of 1 | 0 of 1 | - |",
     ]
 
 

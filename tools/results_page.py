@@ -179,11 +179,12 @@ def tuning(results: Sequence[ResultTable]) -> str:
     for table in results:
         for corpus, chosen in table.content["chosen"].items():
             counts = Counter(chosen["rates"].values())
-            highest = f"{counts[max(table.content['rates'])]} of {counts.total()}"
+            rates = table.content["rates"]
+            ends = [f"{counts[rate]} of {counts.total()}" for rate in (min(rates), max(rates))]
             correlation = "-" if chosen["correlation"] is None else f"{chosen['correlation']:+.2f}"
-            rows.append((f"[`{table.name}`]({table.name}/table.md)", corpus, table.rates, highest, correlation))
-    titles = ("table", "data", "rates", "rows with the highest", "rank correlation")
-    return f"\n{markdown(titles, rows, 'lllrr')}\n"
+            rows.append((f"[`{table.name}`]({table.name}/table.md)", corpus, table.rates, *ends, correlation))
+    titles = ("table", "data", "rates", "rows with the lowest", "rows with the highest", "rank correlation")
+    return f"\n{markdown(titles, rows, 'lllrrr')}\n"
 
 
 def findings(results: Sequence[ResultTable]) -> str:
