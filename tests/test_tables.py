@@ -738,7 +738,8 @@ def test_a_custom_table_keeps_its_sources_at_the_smallest_scale(tmp_path):
 
 def test_what_about_json_keeps_of_all_commands(tmp_path, monkeypatch):
     table, data = load_table("lrpe-2"), SimpleNamespace(name="mine")
-    machine = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    machine = f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {instructions}"
     for seeds, corpus, *arguments in (
         (2, "books", "a", "--seeds=2", "--device", "cpu"),
         (3, "books", "a", "--seeds", "3", "--rates", "0.5", "1e-1", "--device", "cpu"),

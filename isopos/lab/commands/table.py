@@ -322,11 +322,12 @@ def _note(folder: Path, table: PaperTable, options: Options, sets: Mapping[str, 
 
 
 def _machine(device: str) -> str:
-    """Version of PyTorch and kind of the device, as tables name them."""
+    """Version of PyTorch and kind of the device, as tables name them: runs on another may round otherwise."""
     import torch
 
-    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
-    return f"torch {torch.__version__}, {where}"
+    if device.startswith("cuda"):
+        return f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}"
+    return f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commands(before: Sequence[str], command: str, whole: bool) -> list[str]:
