@@ -304,7 +304,7 @@ class _Evaluated:
     """A scheme's arguments at positions x after those `before`."""
 
     key: Any
-    x: Tensor  # referenced, so that no other tensor gets its id
+    x: Tensor  # a copy where numbers are compared, else referenced, so that no other tensor gets its id
     before: Tensor | None
     arguments: Arguments
 
@@ -323,14 +323,17 @@ class Tables:
     def at(self, rows: range, x: Tensor | None, dtype: torch.dtype, device: torch.device, state: State) -> Arguments:
         """The scheme at x, or at positions `rows`, for the stream of a layer."""
         kind = dtype, torch.is_inference_mode_enabled(), self.scheme.extension
+        compared = type(x) is Tensor and x.device.type == "cpu"  # NumPy may share its memory and change it without a version
         if x is None:
             key = (rows, device, *kind)
-        else:  # inference tensors have no version, so changes in place would go unnoticed
-            versioned = isinstance(x, Tensor) and not x.is_inference()
-            key = (id(x), x._version, *kind) if versioned else object()
+        elif compared:
+            key = (x.dtype, x.shape, x.requires_grad, *kind)
+        else:  # a comparison would wait for a GPU; inference tensors have no version
+            key = (id(x), x._version, *kind) if isinstance(x, Tensor) and not x.is_inference() else object()
         found, before = self.cached, state["positions"]
-        if found is None or found.key != key or not _equal(found.before, before):
-            x = rows.start + sequence(len(rows), device=device) if x is None else x
+        same = found is not None and found.key == key and _equal(found.before, before)
+        if found is None or not same or (compared and not _equal(found.x, x)):
+            x = rows.start + sequence(len(rows), device=device) if x is None else x.clone() if compared else x
             start = State({} if before is None else {"positions": before})  # holds no layer's sums
             found = _Evaluated(key, x, before, self.scheme.at(x, state=start, dtype=dtype))
             self.cached = found  # one assignment, so that other threads see old or new tables

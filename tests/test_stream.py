@@ -173,15 +173,19 @@ def test_positions_may_leave_some_out(checks, samples):
     assert stream.length == 12
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["", "numpy"])
 @pytest.mark.parametrize("steps", [(0, 1, 2, 3, 4), (0, 2, 4)], ids=["tokens", "chunks"])
-def test_positions_that_changed_in_place_are_read_again(steps):
-    """A loop that overwrites its positions in place gets the new ones: tables are kept only for unchanged positions."""
+def test_positions_that_changed_in_place_are_read_again(steps, shared):
+    """A loop that overwrites its positions, in place or in memory that NumPy shares, gets the new ones."""
     scheme = isopos.rope(16, 2)
     given, stream, found = content(scheme, 4), Stream(scheme), []
     places = torch.tensor([0.0, 2, 3, 7])[:, None]
     x = places[: steps[1]].clone()
     for start, stop in itertools.pairwise(steps):
-        x.copy_(places[start:stop])
+        if shared:
+            x.numpy()[:] = places[start:stop]
+        else:
+            x.copy_(places[start:stop])
         found.append(stream(*(a[..., start:stop, :] for a in given), x))
     close(torch.cat(found, -2), scheme(*given, places, causal=True), roundings=64)
 
