@@ -338,7 +338,11 @@ class Product(Group):
         if self.refers_to_rows:
             return torch.cat([part.arrange(t) for part in self.parts], -1)
         side = next(n for n in itertools.count(2) if n ** len(self.parts) >= t)
-        return product(*(part.arrange(side) for part in self.parts))[:t]
+        row, columns = torch.arange(t), []
+        for part in reversed(self.parts):
+            columns.insert(0, part.arrange(side)[row % side])
+            row = row // side
+        return torch.cat(columns, -1)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """The coordinates of each part."""

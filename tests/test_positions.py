@@ -110,6 +110,9 @@ def test_orders_of_tokens():
     assert Tree(2).arrange(4).tolist() == [[-1, -1], [0, 0], [0, 1], [1, 0]]
     assert depths(Tree(3).arrange(13)).tolist() == [0, *[1] * 3, *[2] * 9]
     assert Product((Tree(2), Line())).arrange(3).tolist() == [[-1, -1, 0], [0, 0, 1], [0, 1, 2]]
+    many = Product((Line(),) * 64).arrange(6)  # of 2^64
+    assert many[:, :61].eq(0).all()
+    assert (many[:, 61:] @ torch.tensor([4, 2, 1])).tolist() == list(range(6))
 
 
 def test_builders():
