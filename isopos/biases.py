@@ -306,8 +306,8 @@ class ClippedKeys(RelativeBias):
         seed: int = 0,
     ):
         super().__init__()
-        if axes < 1 or outside < 0:
-            raise ValueError(f"axes: expected at least 1 and outside not negative, got {axes} and {outside}")
+        at_least("axes", axes)
+        at_least("outside", outside, 0)
         self.group = lines(axes)
         self.heads, self.reach, self.outside = heads, at_least("reach", reach), outside
         buckets = (2 * reach + 1) ** axes + (2 if outside else 0)

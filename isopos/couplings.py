@@ -80,8 +80,7 @@ class Constrained(Coupling):
         super().__init__()
         if frequency.ndim != 2 or not frequency.isfinite().all():
             raise ValueError(f"frequency: expected finite floats [c m], got {list(frequency.shape)}")
-        if outside < 0:
-            raise ValueError(f"outside: expected a number of tokens, got {outside}")
+        at_least("outside", outside, 0)
         axes, waves = frequency.shape
         self.group = lines(axes)
         self.features, self.out_features, self.outside = features, features + 2 * axes * waves, outside

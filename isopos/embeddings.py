@@ -42,7 +42,7 @@ class Sinusoidal(Embedding):
 
     def __init__(self, model_dim: int, *, scale: float = 1.0):
         super().__init__()
-        if model_dim % 2:
+        if at_least("model_dim", model_dim) % 2:
             raise ValueError(f"model_dim: expected an even width, got {model_dim}")
         self.model_dim, self.scale = model_dim, scale
         self.frequency = 10000.0 ** (-torch.arange(0, model_dim, 2, device="cpu", dtype=torch.float64) / model_dim)
@@ -66,7 +66,7 @@ class Learned(Embedding, ExactModule):
 
     def __init__(self, length: int, model_dim: int, *, seed: int = 0):
         super().__init__()
-        self.model_dim, self.max_length, self.seed = model_dim, at_least("length", length), seed
+        self.model_dim, self.max_length, self.seed = at_least("model_dim", model_dim), at_least("length", length), seed
         self.weight = nn.Parameter(torch.empty(length, model_dim, dtype=torch.float32))
         self.reset_parameters()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isopos import maps
 from isopos.bases import Basis
-from isopos.catalog import expect
+from isopos.catalog import at_least, expect
 from isopos.exact import ExactModule, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Blocks, BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
@@ -279,7 +279,7 @@ class Permutation(Encoding):
         orders = [[math.lcm(*axis) for axis in head] for head in table[:, :, 3].tolist()]
         self.orders = tuple(map(min, orders))
         self.order = self.common_order = min(math.lcm(*axis) for axis in zip(*orders, strict=True))
-        if length is not None and self.common_order < length:
+        if length is not None and self.common_order < at_least("length", length):
             warnings.warn(
                 f"permutation: {self.common_order} positions are distinguished, fewer than the {length} of the longest "
                 "sequence; choose another seed, more features or long_orders",

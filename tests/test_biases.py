@@ -337,8 +337,8 @@ def test_seeds_choose(make, spread):
         (lambda: Fire(2, width=0), "width: expected an integer of at least 1, got 0"),
         (lambda: Fire(2, length=0.0), "length: expected at least one step, got 0.0"),
         (lambda: ClippedKeys(2, 8, reach=0), "reach: expected an integer of at least 1, got 0"),
-        (lambda: ClippedKeys(2, 8, axes=0), "axes: expected at least 1"),
-        (lambda: ClippedKeys(2, 8, outside=-1), "outside not negative, got 1 and -1"),
+        (lambda: ClippedKeys(2, 8, axes=0), "axes: expected an integer of at least 1"),
+        (lambda: ClippedKeys(2, 8, outside=-1), "outside: expected an integer of at least 0, got -1"),
     ],
 )
 def test_bad_calls(call, message):

@@ -424,7 +424,7 @@ def test_what_acts_ahead_of_a_feature_map_maps_once():
         (lambda: Absolute(Rotary(torch.ones(1, 1, 2)), "value"), "side: expected query or key, got 'value'"),
         (lambda: Constrained(8, 2, torch.ones(3)), r"frequency: expected finite floats \[c m\]"),
         (lambda: Constrained(8, 2, torch.full((1, 3), math.inf)), r"frequency: expected finite floats"),
-        (lambda: Constrained(8, 2, torch.ones(1, 3), outside=-1), "outside: expected a number of tokens, got -1"),
+        (lambda: Constrained(8, 2, torch.ones(1, 3), outside=-1), "outside: expected an integer of at least 0, got -1"),
         (lambda: TransformerXL(8, 2, 5), "width: expected an even number of sinusoids, got 5"),
         (lambda: TransformerXL(8, 2, 0), "width: expected an even number of sinusoids, got 0"),
         (lambda: SineSPE(8, 2, sines=0), "sines: expected an integer of at least 1, got 0"),

@@ -803,7 +803,7 @@ def test_bad_values_of_every_scheme(case):
         (lambda: schemes.ape_product(8, 1, parts="tree0"), r"branches: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_product(8, 1, parts="grid0"), r"axes: expected an integer of at least 1, got 0"),
         (lambda: schemes.ape_product(8, 1, parts="grid5"), r"head size: expected at least 10 features for 5 parts"),
-        (lambda: schemes.horn_constrained(8, 1, outside=-1), r"outside: expected a number of tokens, got -1"),
+        (lambda: schemes.horn_constrained(8, 1, outside=-1), r"outside: expected an integer of at least 0, got -1"),
         (lambda: schemes.horn_clipped(8, 1, outside=-1), r"outside"),
         (lambda: schemes.shiv_quirk(8, 1, branches=9), r"depth: expected .* of 9 branches in width 8"),
         (lambda: schemes.shiv_quirk(8, 1, depth=5), r"depth: expected 1 to 4 of 2 branches in width 8, got 5"),
@@ -863,6 +863,40 @@ def test_options_have_least_values_and_pairs_need_an_even_head():
     for name in ("ape-sequence", "ape-absolute", "ape-grid", "ape-tree"):
         with named(name), pytest.raises(ValueError, match="initial: expected one of rope, identity, got 'zero'"):
             schemes.REGISTRY[name](8, 1, initial="zero")
+
+
+@each(
+    ("name", "options", "message"),
+    [
+        ("rope", {"learned": "false"}, "learned: expected True or False, got 'false'"),
+        ("rope", {"learned": 1}, "learned: expected True or False, got 1"),
+        ("rope", {"base": "10000"}, "base: expected a finite number, got '10000'"),
+        ("rope", {"rotary_dim": 4.0}, "rotary_dim: expected an integer or None, got 4.0"),
+        ("rope", {"inside": "x"}, "inside: expected True or False, got 'x'"),
+        ("rope", {"transport": "x"}, "transport: expected True or False, got 'x'"),
+        ("rope", {"attention": "softmax", "scale": "x"}, "scale: expected a finite number or None, got 'x'"),
+        ("ape-tree", {"seed": None}, "seed: expected an integer, got None"),
+        ("permuteformer", {"seed": None}, "seed: expected an integer, got None"),
+        ("permuteformer", {"length": -7}, "length: expected an integer of at least 1, got -7"),
+        ("horn-clipped", {"mean": math.nan}, "mean: expected a finite number, got nan"),
+        ("horn-constrained", {"outside": 1.5}, "outside: expected an integer of at least 0, got 1.5"),
+        ("sinusoidal", {"scale": math.nan}, "scale: expected a finite number, got nan"),
+        ("sinusoidal", {"model_dim": 0}, "model_dim: expected an integer of at least 1, got 0"),
+        ("learned", {"model_dim": -1}, "model_dim: expected an integer of at least 1, got -1"),
+        ("comrope", {"axes": -1}, "axes: expected an integer of at least 1, got -1"),
+        ("t5", {"bidirectional": -1}, "bidirectional: expected True or False, got -1"),
+        ("ape-product", {"parts": 2}, "parts: expected a text, got 2"),
+    ],
+)
+def test_options_have_the_types_of_their_annotations(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        schemes.REGISTRY[name](8, 2, **options)
+
+
+def test_numbers_of_numpy_are_options_and_options_have_names():
+    assert schemes.rope(8, 2, base=np.float32(100)).fingerprint == schemes.rope(8, np.int64(2), base=100).fingerprint
+    with pytest.raises(ValueError, match=r"options: expected them by name, .*, got 'decay=retnet'"):
+        schemes.build("rope", 8, 2, "decay=retnet")
 
 
 def test_at_names_keys_apart():

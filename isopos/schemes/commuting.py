@@ -86,7 +86,8 @@ def comrope(
         learned: Learn matrices and multiples; otherwise both keep their initial values.
     """
     expect("variant", variant, ("linear", "axial"))
-    owners = at_least("axes", axes) if variant == "axial" else 1
+    axes = at_least("axes", axes)
+    owners = axes if variant == "axial" else 1
     size = block if block is not None else 2 if even(head_dim) % (4 * owners) else 4
     if size < 2 or size % 2 or head_dim % (size * owners):
         raise ValueError(f"block: expected an even number that divides {head_dim} features on {owners} axes, got {size}")

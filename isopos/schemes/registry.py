@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,6 +46,11 @@ ARGUMENTS = {
     "\n        in the paper's listing, where length is each input's; here it is fixed: a prefix keeps its outputs.",
     "choices": "See `isopos.scheme.Choices`.",
 }  # descriptions of common options, unless a scheme's docstring describes them
+
+TYPES = {bool: "True or False", int: "an integer", float: "a finite number", str: "a text", type(None): "None"}
+"""Types of options that are checked, and how errors name them."""
+ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers are accepted, too
+OF_KINDS = {each.name: typing.get_type_hints(kind)[each.name] for kind in (Linear, Softmax) for each in fields(kind)}
 
 Function = TypeVar("Function", bound=Callable[..., Scheme])
 
@@ -90,6 +97,11 @@ def register(**fields: Any) -> Callable[[Function], Function]:
             named = {p.name: p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD}
             return named | dict(list(inspect.signature(Scheme).parameters.items())[2:]) | dict.fromkeys(FIELDS)
 
+        @functools.cache
+        def annotated() -> dict[str, Any]:
+            """Types of all options."""
+            return OF_KINDS | typing.get_type_hints(Scheme.__init__) | typing.get_type_hints(function)
+
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Scheme:
             if unknown := [option for option in options if option not in accepted()]:
@@ -101,7 +113,12 @@ def register(**fields: Any) -> Callable[[Function], Function]:
             values = bound.arguments
             at_least("head_dim", values["head_dim"])
             at_least("heads", 1 if values.get("heads") is None else values["heads"])
+            kinds = annotated()
+            for option, value in options.items():
+                _check_type(f"{name}: {option}", value, kinds.get(option), any_number=True)
             scheme = function(*arguments, **options)
+            for option, value in options.items():  # after the function's own errors, which say more of numbers
+                _check_type(f"{name}: {option}", value, kinds.get(option))
             bound.apply_defaults()
             scheme.origin = name, {key: value for key, value in (bound.arguments | options).items() if key in accepted()}
             return scheme
@@ -112,6 +129,21 @@ def register(**fields: Any) -> Callable[[Function], Function]:
         return typing.cast(Function, checked)
 
     return add
+
+
+def _check_type(name: str, value: Any, kind: Any, *, any_number: bool = False) -> None:
+    """ValueError for a value of another type than its annotation, of numbers, truth values, texts and None.
+
+    With `any_number` numbers are not distinguished from each other.
+    """
+    kinds = set(typing.get_args(kind) or (kind,))
+    if not kinds <= TYPES.keys():
+        return
+    found = next((each for each in TYPES if isinstance(value, ABSTRACT.get(each, each))), None)
+    if any_number and found in (int, float) and kinds & {int, float}:
+        return
+    if not (found in kinds or (found is int and float in kinds)) or (found is float and not math.isfinite(value)):
+        raise ValueError(f"{name}: expected {' or '.join(TYPES[each] for each in TYPES if each in kinds)}, got {value!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -158,6 +190,8 @@ def build(
         >>> build("learned", 64, 8, model={"length": 100}).max_length
         100
     """
+    if not isinstance(options, Mapping | None):
+        raise ValueError(f"options: expected them by name, {{'decay': 'retnet'}}, got {options!r}")
     name = resolve(name)
     parameters, model = options_of(name), model or {}
     sources = {"seed": "seed"} | dict(CATALOG[name].fits)
