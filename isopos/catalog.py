@@ -68,11 +68,15 @@ def at_least(name: str, value: int, least: int = 1) -> int:
     return value if isinstance(value, int) else int(value)
 
 
+class NotImported(ValueError):
+    """A module of the user's cannot be imported here."""
+
+
 def own_module(name: str, what: str) -> ModuleType:
-    """Import a module of the user's, from the working folder or installed; ValueError, naming `what`, if this fails."""
+    """Import a module of the user's, from the working folder or installed; NotImported, naming `what`, if this fails."""
     if not name.startswith("isopos.") and "" not in sys.path:
         sys.path.append("")  # last, so that no file here takes the place of a library
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise ValueError(f"{what}: cannot import {name}: {type(error).__name__}: {error}") from None
+        raise NotImported(f"{what}: cannot import {name}: {type(error).__name__}: {error}") from None

@@ -11,6 +11,7 @@ import pytest
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports.comparison import read_comparison
 from isopos.lab.runs import folders
+from isopos.lab.runs.checkpoints import untrained_model
 from isopos.lab.runs.folders import Result, data_fingerprint, read_recipe
 
 OLD = {"status": "finished", "bits_per_byte": {"1": 2.5, "2": 2.625, "4": None}, "tokens_per_second": 9.0}
@@ -181,7 +182,16 @@ def test_a_damaged_result_is_named(tmp_path, text):
         Result.read(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "a/", ""])
+def test_a_module_that_is_not_here_is_no_damage(tmp_path):
+    values = Recipe().edit(scheme="rope").as_dict()
+    (tmp_path / "recipe.json").write_text(json.dumps({**values, "scheme": "nowhere.mine"}))
+    with pytest.raises(
+        ValueError, match=r"cannot import nowhere: .*; start in the folder that holds the module, or install it"
+    ):
+        untrained_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a", "a/", "", " ", ".a", ".a.lock"])
 def test_a_name_is_that_of_one_folder(name):
     with pytest.raises(ValueError, match=f"name: expected the name of one folder under runs/, got {name!r}"):
         folders.run_folder(name)

@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 
+from isopos.catalog import NotImported
 from isopos.lab.recipes import Recipe
 from isopos.lab.runs.files import Damaged, check_plain, damaged, flush_folder, mismatch, read_json, replacing, write_json
-from isopos.lab.runs.folders import REMEDY, read_recipe
+from isopos.lab.runs.folders import OF_MODULES, REMEDY, read_recipe
 
 KEEP = 2  # latest checkpoints kept, in addition to the best
 STATE, MARK, WEIGHTS = "state.pt", "complete.json", "model.safetensors"
@@ -197,7 +198,7 @@ def untrained_model(folder: Path) -> tuple[Recipe, Any]:
     try:
         return recipe, recipe.task.model(recipe)
     except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
-        damaged(folder / "recipe.json", error, REMEDY)
+        damaged(folder / "recipe.json", error, OF_MODULES if isinstance(error, NotImported) else REMEDY)
 
 
 def save_weights(model: Any, folder: Path) -> None:

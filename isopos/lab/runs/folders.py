@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from isopos.catalog import NotImported
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.runs.files import damaged, mismatch, parse_json, read_json, read_text, write_json, write_text
 
@@ -19,6 +20,7 @@ RESULT, EXAMPLES = "result.json", "examples.json"
 MAX_ROWS_BYTES = 1 << 30  # of metrics.jsonl
 ROW_START = '{"step": '  # first characters of each row
 REMEDY = "put it right, or remove this run and train it again"
+OF_MODULES = "start in the folder that holds the module, or install it"
 LENGTHS = {"1": "bits/byte", "2": "at 2x", "4": "at 4x"}  # titles of scores in the older format
 
 
@@ -31,8 +33,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_folder(name: str) -> Path:
-    """The folder runs/NAME; ValueError unless the name is a single folder."""
-    if Path(name).name != name or name in ("", ".", ".."):
+    """The folder runs/NAME; ValueError unless the name is a single folder, and not a hidden one."""
+    if Path(name).name != name or not name.strip() or name.startswith("."):
         raise ValueError(f"name: expected the name of one folder under runs/, got {name!r}")
     return Path("runs") / name
 
@@ -127,7 +129,7 @@ def read_recipe(folder: Path) -> Recipe:
         recipe = Recipe.from_dict(values)
         recipe.check()
     except ValueError as error:
-        damaged(path, error, REMEDY)
+        damaged(path, error, OF_MODULES if isinstance(error, NotImported) else REMEDY)
     return recipe
 
 
