@@ -361,6 +361,22 @@ def test_a_layer_reads_its_options_in_at():
         layer(x, {**at, "window": 3}, causal=True)
 
 
+def test_a_layer_takes_what_a_scheme_returns_at_positions():
+    layer, x = Attention(WIDTH, schemes.rope(HEAD_DIM, HEADS)), torch.randn(1, 5, WIDTH)
+    for wrong in (sequence(5), layer, None):
+        message = rf"at: expected scheme\.at\(positions\), or a Stream of the scheme, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=message):
+            layer(x, wrong)
+
+
+@each("kind", ["linear", "softmax"])
+@each("wrong", ["no", 1, 0, None, torch.tensor(False)], ids=repr)
+def test_causal_is_true_or_false(kind, wrong):
+    scheme = schemes.rope(HEAD_DIM, HEADS, attention=kind)
+    with pytest.raises(TypeError, match=r"causal: expected True or False, got "):
+        scheme(*torch.randn(3, 1, HEADS, 4, HEAD_DIM), sequence(4), causal=wrong)
+
+
 def test_a_layer_takes_a_mask_of_pairs():
     scheme = schemes.rope(HEAD_DIM, HEADS, attention="softmax")
     layer, x, at = Attention(WIDTH, scheme), torch.randn(2, 9, WIDTH), scheme.at(sequence(9))

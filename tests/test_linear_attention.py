@@ -132,6 +132,31 @@ def test_masks(attention, denominator, decayed, causal):
     assert torch.equal(attention(q, k + garbage, v + garbage, **arguments), out)
 
 
+@causality
+@each("backend", [None, "eager"], ids=["", "compiled"])
+def test_masked_tokens_may_have_any_positions(causal, backend):
+    """Their log decays may increase: padding at position 0 on either side, and numbers at random within a sequence."""
+    t = 70
+    leaves, mask = inputs(5, t=t, requires_grad=True), masks(t)
+    x = torch.where(mask, mask.cumsum(-1) - 1, torch.randint(-9, 200, (5, t)))
+    x[1:3] *= mask[1:3]
+    arguments = {"isometry": rotary(x=x[..., None]), "decay": decay(x=x[..., None]), "mask": mask, "causal": causal}
+    attend = linear_attention if backend is None else torch.compile(linear_attention, backend=backend)
+    kept = mask[:, None, :, None]
+    out, definition = (function(*leaves, feature_map=elu1, **arguments) for function in (attend, quadratic))
+    same_everywhere(torch.where(kept, out, 0), torch.where(kept, definition, 0), leaves)
+    assert out.isfinite().all()
+    if causal and backend is None:
+        half, state, found = t // 2, None, []
+        for part in (slice(half), slice(half, t)):
+            places = torch.where(mask, x, 0)[:, part, None]
+            arguments |= {"isometry": rotary(x=places), "decay": decay(x=places), "mask": mask[:, part], "state": state}
+            tokens = (leaf[..., part, :] for leaf in leaves)
+            y, state = linear_attention(*tokens, feature_map=elu1, return_state=True, **arguments)
+            found.append(y)
+        close(torch.where(kept, torch.cat(found, -2), 0), torch.where(kept, definition, 0))
+
+
 @both
 @each(("t", "s"), [(1, 7), (7, 1), (70, 130), (130, 70)])
 @each("decayed", [False, True], ids=["", "decay"])

@@ -36,6 +36,12 @@ def pairs(causal):
             yield b, h, i, j
 
 
+def test_softmax_with_a_decay_keeps_the_dtype_of_its_inputs():
+    q, k, v, decay, _ = arguments()
+    out = reference.softmax(q.float(), k.float(), v.float(), decay=decay, causal=True)
+    close(out, reference.softmax(q, k, v, decay=decay, causal=True).float())
+
+
 @each("causal", [True, False])
 @each("denominator", ["plain", "encoded", "complex", None])
 def test_linear_is_the_loop(denominator, causal):

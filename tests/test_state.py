@@ -30,6 +30,7 @@ import isopos
 from isopos import State, sequence
 from isopos.attention import linear_attention
 from isopos.feature_maps import FEATURE_MAPS
+from isopos.phases import ForgetGate
 
 SLACK = 1000 * TOLERANCE  # some denominators almost vanish
 both = pytest.mark.parametrize("kind", ATTENTION)
@@ -346,6 +347,11 @@ def test_a_stream_goes_on_with_as_many_samples(kind):
     _, state = ATTENTION[kind](q, k, v, causal=True, return_state=True)
     with pytest.raises(ValueError, match=r"state: expected one of \[0, 2\] samples and heads, got one of \[2, 2\]"):
         ATTENTION[kind](q[:0], k[:0], v[:0], state=state, causal=True, return_state=True)
+    gated = {"phases": [ForgetGate(HEAD_DIM, 2)], "causal": True, "return_state": True}
+    _, after = ATTENTION[kind](q, k, v, **gated)
+    for n in (0, 1):
+        with pytest.raises(ValueError, match=rf"state: expected one of \[{n}, 2\] samples and heads, got one of \[2, 2\]"):
+            ATTENTION[kind](q[:n], k[:n], v[:n], state=after, **gated)
     out, after = ATTENTION[kind](q[:, :, :0], k[:, :, :0], v[:, :, :0], state=state, causal=True, return_state=True)
     assert out.shape == (2, 2, 0, HEAD_DIM)
     assert all(torch.equal(x, after[name]) for name, x in state.tensors.items())

@@ -165,6 +165,15 @@ def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> Non
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
 
 
+def check_before(phases: Tensor | None, batch: torch.Size, heads: int, key_heads: int) -> None:
+    """ValueError if the phases of a state ``[*b h c]`` are of other samples and heads than the output's."""
+    if phases is not None and not _fits(phases.shape[:-1], batch, heads, key_heads):
+        raise ValueError(
+            f"state: expected one of {list(batch)} samples and heads, got one of {list(phases.shape[:-1])}; "
+            "a new stream starts with State()"
+        )
+
+
 def check_group(q: Tensor, k: Tensor, aligned: bool, streams: bool) -> None:
     """ValueError if attention cannot run over a group of processes; `aligned` if queries and keys are the same tokens."""
     if torch.compiler.is_compiling():
@@ -296,11 +305,10 @@ def check_pairs(attn_mask: Tensor, q: Tensor, pairs: torch.Size) -> None:
 
 def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None = None) -> None:
     """ValueError if a weight would grow with distance; no check in a compiler or on a GPU, where it would synchronise."""
-    if torch.compiler.is_compiling() or pair[0].device.type != "cpu" or isinstance(pair[0], FakeTensor):
-        return
     query, key = pair
-    rises = _rises(key) or (query is not key and _rises(query))
-    if rises or (before is not None and (key[..., :1] > before[..., None]).any()):
+    if not is_readable(query):
+        return
+    if rises(key, before) or (query is not key and rises(query)):
         raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
     if query is key:
         return
@@ -314,8 +322,15 @@ def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None
         )
 
 
-def _rises(g: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
+    """Whether numbers can be looked at: not in a compiler, nor on a GPU, where it would synchronise."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and not isinstance(x, FakeTensor)
+
+
+def rises(g: Tensor, before: Tensor | None = None) -> bool:
     """Whether any number exceeds its predecessor, in pieces small enough for one thread; several threads might wait."""
+    if before is not None and (g[..., :1] > before[..., None]).any():
+        return True
     count = g.shape[-1] - 1
     step = max(1, PIECE // max(1, g.shape[:-1].numel()))
     pairs = ((n, min(n + step, count)) for n in range(0, count, step))

@@ -62,8 +62,8 @@ def linear_attention(
         v: Values ``[*b h s e]``.
         isometry: rho at the positions of q and k; a pair (for queries, for keys) in cross-attention.
         feature_map: phi, applied before rho; None leaves q and k unchanged.
-        decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along tokens (checked on the CPU);
-            a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
+        decay: g, a log decay ``[*b h t]`` or ``[h t]`` in float64 that does not increase along unmasked tokens (checked on
+            the CPU); a pair in cross-attention. Without `causal` the factor is exp(-|g_i - g_j|).
         phases: Content-dependent phases, with `causal`: `isopos.phases.ForgetGate` adds to g,
             `isopos.phases.SelectiveRotation` to rho; `isopos.phases.HouseholderProduct` multiplies features of keys, which a
             plain denominator leaves out. Masked tokens add nothing.

@@ -3,6 +3,7 @@
 Arguments are checked, grouped and segmented here, in order.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Never, TypedDict, TypeVar
@@ -174,6 +175,8 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     if ids is not None:
         checks.check_segments(ids, q, k, problem.batch)
     elif decay is not None:
+        decay = _between(decay, problem.mask, before)
+        problem = replace(problem, decay=decay, g=decay)
         checks.check_order(decay, problem.causal, before)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
@@ -196,8 +199,10 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     if problem.shards is not None and pairs:
         seen = problem.shards.total - problem.k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale != scale:
-        raise ValueError(f"scale: expected a factor of logits, got {scale}")
+    if isinstance(scale, str) or not abs(scale) < math.inf:
+        raise ValueError(f"scale: expected a finite factor of logits, got {scale!r}")
+    if isinstance(dropout, str) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
     problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
     t, s = q.shape[-2], k.shape[-2] + seen
@@ -211,8 +216,6 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
         checks.check_pairs(attn_mask, q, torch.Size((*batch, t, s)))
         if state is not None and problem.window is not None:
             raise ValueError("attn_mask: expected none with a window in a stream, which forgets the tokens before, got one")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
     maps = problem.rho_q, problem.rho_k
     grows = q.dtype == torch.float16 and not all(rho.isometric for rho in maps)  # factors may leave float16
     if grows or any(rho.needs_float32 for rho in maps):
@@ -258,6 +261,8 @@ def _shared(
     With `pairs` there are arguments of all keys of a group.
     """
     layout, causal = options.get("layout", "bhtd"), options.get("causal", False)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
     mask, state = options.get("mask"), options.get("state")
     q, k, v = checks.check_inputs(q, k, v, layout)
     expect_state(state)
@@ -298,7 +303,9 @@ def _shared(
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         product = None if of_product is None else of_product(keys, mask)
         if sums:
-            total, phase = _totals(sums, keys, mask, None if state is None else state["path"])
+            before = None if state is None else state["path"]
+            checks.check_before(before, batch, heads, key_heads)
+            total, phase = _totals(sums, keys, mask, before)
             if known is not None:  # from the last token of the previous shard on
                 total = total + known.before(phase).unsqueeze(-2)
             leading = _heads_of((rho_q, rho_k), decay)
@@ -317,6 +324,27 @@ def _totals(phases: Sequence[ContentPhase], k: Tensor, mask: Tensor | None, befo
     total = cumulative(phases, k, mask, before)
     start = torch.zeros_like(total.sum(-2)) if before is None else before
     return total, total[..., -1, :] if k.shape[-2] else start
+
+
+def _between(decay: tuple[Tensor, Tensor], mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log decays that do not increase at masked tokens, whose positions may be any: theirs are moved between neighbours'.
+
+    Decays without an increase stay as they are. Positions shared by all samples are looked at on the CPU alone, and none in
+    exports, for whose formats there are no running maxima.
+    """
+    g = decay[1]
+    if mask is None or g is not decay[0] or not g.shape[-1] or torch.compiler.is_exporting():
+        return decay
+    if checks.is_readable(g) and not checks.rises(g, before):
+        return decay
+    if not checks.is_readable(g) and g.ndim < 3:
+        return decay
+    kept = mask.unsqueeze(-2)
+    least = torch.where(kept, g, -torch.inf).flip(-1).cummax(-1).values.flip(-1)  # of this token or the next one kept
+    moved = torch.maximum(g, least)
+    moved = moved if before is None else torch.minimum(moved, before[..., None])
+    g = torch.where(kept, g, torch.where(kept, g, moved).cummin(-1).values)
+    return g, g
 
 
 def _check_factors(problem: LinearProblem, options: LinearOptions) -> None:

@@ -63,9 +63,10 @@ def linear(
     phi = feature_map or identity
     phi_q, phi = sides(phi if divides_out(denominator, rho_q, rho_k) else undivided(phi))
     q, k = phi_q(q), _without(phi(k), mask)
-    factor = _takes_part(q, k, causal, mask, window, segment_ids).to(q.dtype)
+    part = _takes_part(q, k, causal, mask, window, segment_ids)
+    factor = part.to(q.dtype)
     if decay is not None:
-        factor = factor * cast_down(_exponents(decay, causal).exp(), q.dtype, q.device)
+        factor = cast_down(torch.where(part, _exponents(decay, causal), -torch.inf).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
@@ -110,7 +111,7 @@ def softmax(
         if term.side != "value":
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
-        logits = logits + _exponents(decay, causal)
+        logits = logits + cast_down(_exponents(decay, causal), logits.dtype, logits.device)
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         part = part & attn_mask

@@ -107,6 +107,8 @@ class Attention(nn.Module):
                 raise ValueError(
                     f"{name}: expected none with a Stream, whose tokens attend to each other and which keeps the state"
                 )
+        elif not isinstance(at, Mapping):
+            raise TypeError(f"at: expected scheme.at(positions), or a Stream of the scheme, got {type(at).__name__}")
         else:
             return_state = return_state or bool(at.get("return_state"))
             if self.window is not None and at.get("window", self.window) != self.window:
