@@ -339,11 +339,11 @@ def _between(decay: tuple[Tensor, Tensor], mask: Tensor | None, before: Tensor |
         return decay
     if not checks.is_readable(g) and g.ndim < 3:
         return decay
-    kept = mask.unsqueeze(-2)
-    least = torch.where(kept, g, -torch.inf).flip(-1).cummax(-1).values.flip(-1)  # of this token or the next one kept
-    moved = torch.maximum(g, least)
-    moved = moved if before is None else torch.minimum(moved, before[..., None])
-    g = torch.where(kept, g, torch.where(kept, g, moved).cummin(-1).values)
+    kept, own = mask.unsqueeze(-2), g.detach()  # what a masked token is moved to has no gradient
+    least = torch.where(kept, own, -torch.inf).flip(-1).cummax(-1).values.flip(-1)  # of this token or the next one kept
+    moved = torch.maximum(own, least)
+    moved = moved if before is None else torch.minimum(moved, before.detach()[..., None])
+    g = torch.where(kept, g, torch.where(kept, own, moved).cummin(-1).values)
     return g, g
 
 

@@ -47,7 +47,13 @@ ARGUMENTS = {
     "choices": "See `isopos.scheme.Choices`.",
 }  # descriptions of common options, unless a scheme's docstring describes them
 
-TYPES = {bool: "True or False", int: "an integer", float: "a finite number", str: "a text", type(None): "None"}
+TYPES: dict[type, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a finite number",
+    str: "a text",
+    type(None): "None",
+}
 """Types of options that are checked, and how errors name them."""
 ABSTRACT: dict[type, type] = {int: Integral, float: Real}  # NumPy's numbers are accepted, too
 OF_KINDS = {each.name: typing.get_type_hints(kind)[each.name] for kind in (Linear, Softmax) for each in fields(kind)}
@@ -190,7 +196,7 @@ def build(
         >>> build("learned", 64, 8, model={"length": 100}).max_length
         100
     """
-    if not isinstance(options, Mapping | None):
+    if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"options: expected them by name, {{'decay': 'retnet'}}, got {options!r}")
     name = resolve(name)
     parameters, model = options_of(name), model or {}
