@@ -9,7 +9,7 @@ from pretend import DEVICE, There, WithoutFloat64, narrow
 from structures import over_covering
 
 from isopos import schemes
-from isopos.attention import naive_linear_attention
+from isopos.attention import linear_attention, naive_linear_attention
 from isopos.nn import absorb
 from isopos.positions import sequence
 from isopos.state import State
@@ -64,6 +64,13 @@ def test_packed_sequences_with_decays_and_masks(kind, causal):
 def test_the_definition():
     scheme, inputs = schemes.rope(8, 2, decay="retnet"), drawn()
     both(naive_linear_attention, inputs, scheme.at(sequence(9)), scheme.at(sequence(9).to(DEVICE)), causal=True)
+
+
+def test_masked_tokens_may_have_any_positions():
+    scheme, mask = schemes.rope(8, 2, decay="retnet"), torch.arange(9) < 7
+    x = torch.where(mask, torch.arange(9), 0)[:, None]
+    for function in (linear_attention, naive_linear_attention):
+        both(function, drawn(), scheme.at(x), scheme.at(x.to(DEVICE)), causal=True, mask=mask)
 
 
 @each("kind", ATTENTION)

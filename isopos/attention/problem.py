@@ -339,7 +339,7 @@ def _between(decay: tuple[Tensor, Tensor], mask: Tensor | None, before: Tensor |
         return decay
     if not checks.is_readable(g) and g.ndim < 3:
         return decay
-    kept, own = mask.unsqueeze(-2), g.detach()  # what a masked token is moved to has no gradient
+    kept, own = mask.unsqueeze(-2).to(g.device), g.detach()  # what a masked token is moved to has no gradient
     least = torch.where(kept, own, -torch.inf).flip(-1).cummax(-1).values.flip(-1)  # of this token or the next one kept
     moved = torch.maximum(own, least)
     moved = moved if before is None else torch.minimum(moved, before.detach()[..., None])

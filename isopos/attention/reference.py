@@ -66,7 +66,8 @@ def linear(
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     factor = part.to(q.dtype)
     if decay is not None:
-        factor = cast_down(torch.where(part, _exponents(decay, causal), -torch.inf).exp(), q.dtype, q.device)
+        exponents = _exponents(decay, causal)  # on the CPU if the device has no float64
+        factor = cast_down(torch.where(part.to(exponents.device), exponents, -torch.inf).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
         real = (a[0] @ b[0].mT + a[1] @ b[1].mT) * factor
