@@ -97,7 +97,14 @@ class State:
         return replace(self, tensors=MappingProxyType(old | new), fingerprint=fingerprint)
 
     def reorder(self, index: Tensor) -> "State":
-        """The streams of samples `index`, int64 ``[n]``, along the first axis, for example to keep or repeat beams."""
+        """The streams of samples `index`, int64 ``[n]``, along the first axis, for example to keep or repeat beams.
+
+        Raises:
+            ValueError: For an index of another type or shape.
+        """
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim != 1:
+            got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+            raise ValueError(f"index: expected numbers of samples, int64 [n], got {got}")
         places = {name: x for name in ("positions", "places") if (x := self[name]) is not None}
         shared = {name for name, x in places.items() if x.ndim == 2 or len(x) == 1}
         chosen = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}

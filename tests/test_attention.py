@@ -369,6 +369,13 @@ def test_a_layer_takes_what_a_scheme_returns_at_positions():
             layer(x, wrong)
 
 
+def test_a_layer_has_one_denominator():
+    plain, none = (schemes.rope(HEAD_DIM, HEADS, denominator=name) for name in ("plain", "none"))
+    for own, other in ((plain, none), (none, plain)):
+        with pytest.raises(ValueError, match="at: expected arguments with the denominator of this layer's scheme"):
+            Attention(WIDTH, own)(torch.randn(1, 5, WIDTH), other.at(sequence(5)))
+
+
 @each("kind", ["linear", "softmax"])
 @each("wrong", ["no", 1, 0, None, torch.tensor(False)], ids=repr)
 def test_causal_is_true_or_false(kind, wrong):

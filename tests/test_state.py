@@ -126,6 +126,12 @@ def test_reordered(case, kind):
     close(out[:, ::3], whole(scheme, (q[index], k[index], v[index]), x[index])[..., 5:, :], roundings=SLACK)
 
 
+@pytest.mark.parametrize("wrong", [[0, 1], torch.tensor([True, False]), torch.tensor(1), torch.tensor([0.0])], ids=str)
+def test_an_order_is_numbers_of_samples(wrong):
+    with pytest.raises(ValueError, match=r"index: expected numbers of samples, int64 \[n\], got "):
+        State().reorder(wrong)
+
+
 def test_shared_positions_stay_when_samples_are_reordered():
     scheme, content = isopos.t5(HEAD_DIM, HEADS), inputs(2, t=4)
     _, state = stream(scheme, content, sequence(4), (0, 3))

@@ -110,6 +110,9 @@ class Attention(nn.Module):
         elif not isinstance(at, Mapping):
             raise TypeError(f"at: expected scheme.at(positions), or a Stream of the scheme, got {type(at).__name__}")
         else:
+            if (at.get("denominator", "plain") is None) is not self.normalised:
+                own, got = ("none", at["denominator"]) if self.normalised else ("one", "none")
+                raise ValueError(f"at: expected arguments with the denominator of this layer's scheme, {own}, got {got}")
             return_state = return_state or bool(at.get("return_state"))
             if self.window is not None and at.get("window", self.window) != self.window:
                 raise ValueError(f"window: expected {self.window}, as this layer has it, got {at['window']} in at")
