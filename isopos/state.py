@@ -79,11 +79,8 @@ class State:
         if self.kind and self.kind != kind:
             raise ValueError(f"state: expected one of {kind}, got one of {self.kind}; a new stream starts with State()")
         sums = self["keys"] if self["sum0"] is None else self["sum0"]
-        if sums is not None and sums.shape[:-2] != tuple(batch):
-            raise ValueError(
-                f"state: expected one of {list(batch)} samples and heads, got one of {list(sums.shape[:-2])}; "
-                "a new stream starts with State()"
-            )
+        if sums is not None:
+            expect_batch(batch, sums.shape[:-2], sums.shape[:-2] == tuple(batch))
 
     def stamped(self, fingerprint: str, positions: Tensor | None) -> "State":
         """The state of a scheme's stream with these positions; ValueError if it belongs to another scheme."""
@@ -125,6 +122,15 @@ class State:
         rest = dict(tensors)
         texts = {name: bytes(rest.pop(name).tolist()).decode() for name in TEXTS}
         return cls(MappingProxyType(rest), texts["fingerprint"], texts["kind"])
+
+
+def expect_batch(batch: Sequence[int], got: Sequence[int], fits: bool) -> None:
+    """Raise ValueError unless a state's leading dimensions fit these samples and heads."""
+    if not fits:
+        raise ValueError(
+            f"state: expected one of {list(batch)} samples and heads, got one of {list(got)}; "
+            "a new stream starts with State()"
+        )
 
 
 def expect_state(state: object) -> None:

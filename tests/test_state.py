@@ -29,6 +29,7 @@ from structures import over_covering
 import isopos
 from isopos import State, sequence
 from isopos.attention import linear_attention
+from isopos.decays import Decay
 from isopos.feature_maps import FEATURE_MAPS
 from isopos.phases import ForgetGate
 
@@ -353,6 +354,11 @@ def test_a_stream_goes_on_with_as_many_samples(kind):
     _, state = ATTENTION[kind](q, k, v, causal=True, return_state=True)
     with pytest.raises(ValueError, match=r"state: expected one of \[0, 2\] samples and heads, got one of \[2, 2\]"):
         ATTENTION[kind](q[:0], k[:0], v[:0], state=state, causal=True, return_state=True)
+    decayed = {"causal": True, "return_state": True}
+    _, after = ATTENTION[kind](q, k, v, decay=Decay(torch.ones(2))(torch.arange(6).view(2, 3, 1)), **decayed)
+    with pytest.raises(ValueError, match=r"state: expected one of \[3, 2\] samples and heads, got one of \[2, 2\]"):
+        g = Decay(torch.ones(2))(torch.arange(9, 18).view(3, 3, 1))
+        ATTENTION[kind](*(x[:1].expand(3, -1, -1, -1) for x in (q, k, v)), decay=g, state=after, **decayed)
     gated = {"phases": [ForgetGate(HEAD_DIM, 2)], "causal": True, "return_state": True}
     _, after = ATTENTION[kind](q, k, v, **gated)
     for n in (0, 1):

@@ -15,7 +15,7 @@ from isopos.feature_maps import Phi
 from isopos.maps import Identity, TokenMap
 from isopos.parallel import Shards
 from isopos.phases import ContentPhase, HouseholderProduct, Phase
-from isopos.state import State
+from isopos.state import State, expect_batch
 from isopos.terms import Term
 
 IsometryPair = TokenMap | tuple[TokenMap, TokenMap] | None
@@ -155,23 +155,22 @@ def check_decay(decay: DecayPair, q: Tensor, k: Tensor, heads: int, key_heads: i
     return pair
 
 
-def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor) -> None:
-    """ValueError if the arguments do not continue a stream, or its tensors are on another device."""
+def check_stream(state: State | None, causal: bool, q: Tensor, k: Tensor, batch: torch.Size, key_heads: int) -> None:
+    """ValueError if the arguments do not continue a stream, or its tensors are of other samples or on another device.
+
+    Sums and keys are checked by `State.check_kind`, after all arguments.
+    """
+    for name, features in (("decay", 0), ("segment", 0), ("path", 1)):
+        if state is not None and (tensor := state[name]) is not None:
+            leading = tensor.shape[: tensor.ndim - features]
+            leading = torch.Size((*leading, 1)) if name == "segment" else leading
+            expect_batch(batch, leading, _fits(leading, batch, batch[-1], key_heads))
     for name, tensor in () if state is None else state.tensors.items():
         if name != "positions":  # the scheme's
             check_tensor("state", tensor, q, float64_device(q.device) if name in OF_FLOAT64 else None)
     if not causal or q.shape[-2] != k.shape[-2]:
         what = "causal=False" if not causal else f"{q.shape[-2]} queries and {k.shape[-2]} keys"
         raise ValueError(f"state: expected causal attention of as many queries as keys, the next tokens, got {what}")
-
-
-def check_before(phases: Tensor | None, batch: torch.Size, heads: int, key_heads: int) -> None:
-    """ValueError if the phases of a state ``[*b h c]`` are of other samples and heads than the output's."""
-    if phases is not None and not _fits(phases.shape[:-1], batch, heads, key_heads):
-        raise ValueError(
-            f"state: expected one of {list(batch)} samples and heads, got one of {list(phases.shape[:-1])}; "
-            "a new stream starts with State()"
-        )
 
 
 def check_group(q: Tensor, k: Tensor, aligned: bool, streams: bool) -> None:

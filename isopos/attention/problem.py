@@ -168,15 +168,14 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     checks.check_feature_map(phi)
     phi = features if divides_out(denominator, problem.rho_q, problem.rho_k) else undivided(features)
     before = None if state is None else state["decay"]
-    problem = replace(problem, phi=phi, denominator=denominator, g=decay, before=before)
+    decay = decay if decay is None or ids is not None else _between(decay, problem.mask, before)
+    problem = replace(problem, phi=phi, denominator=denominator, decay=decay, g=decay, before=before)
     _check_factors(problem, options)
     if decay is not None and not problem.causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"decay: without causal, expected as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
     if ids is not None:
         checks.check_segments(ids, q, k, problem.batch)
     elif decay is not None:
-        decay = _between(decay, problem.mask, before)
-        problem = replace(problem, decay=decay, g=decay)
         checks.check_order(decay, problem.causal, before)
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
@@ -284,7 +283,7 @@ def _shared(
     rho_q, rho_k = checks.check_isometry(options.get("isometry"), q, k, heads, key_heads, features=same)
     decay = checks.check_decay(options.get("decay"), q, k, heads, key_heads)
     if state is not None or streams:
-        checks.check_stream(state, causal, q, k)
+        checks.check_stream(state, causal, q, k, batch, key_heads)
         state = state or State()
     if (transport := options.get("transport")) is not None:
         checks.check_transport(transport, q, v, batch)
@@ -303,9 +302,7 @@ def _shared(
         keys = k.repeat_interleave(heads // k.shape[-3], -3) if shared else k
         product = None if of_product is None else of_product(keys, mask)
         if sums:
-            before = None if state is None else state["path"]
-            checks.check_before(before, batch, heads, key_heads)
-            total, phase = _totals(sums, keys, mask, before)
+            total, phase = _totals(sums, keys, mask, None if state is None else state["path"])
             if known is not None:  # from the last token of the previous shard on
                 total = total + known.before(phase).unsqueeze(-2)
             leading = _heads_of((rho_q, rho_k), decay)
@@ -335,9 +332,7 @@ def _between(decay: tuple[Tensor, Tensor], mask: Tensor | None, before: Tensor |
     g = decay[1]
     if mask is None or g is not decay[0] or not g.shape[-1] or torch.compiler.is_exporting():
         return decay
-    if checks.is_readable(g) and not checks.rises(g, before):
-        return decay
-    if not checks.is_readable(g) and g.ndim < 3:
+    if not checks.rises(g, before) if checks.is_readable(g) else g.ndim < 3:
         return decay
     kept, own = mask.unsqueeze(-2).to(g.device), g.detach()  # what a masked token is moved to has no gradient
     least = torch.where(kept, own, -torch.inf).flip(-1).cummax(-1).values.flip(-1)  # of this token or the next one kept

@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from isopos.attention.checks import is_readable
 from isopos.exact import broadcast, float64_device
 from isopos.ops.linear.features import Decays
 
@@ -29,7 +29,7 @@ def segmented(
     leading = broadcast(previous.shape[:-1], ids.shape[:-1])
     ids = ids.expand(*leading, s)
     new = (ids != torch.cat((previous.expand(*leading, 1), ids[..., :-1]), -1)).to(float64_device(ids.device))
-    look = not torch.compiler.is_compiling() and ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
+    look = is_readable(ids)
     if look and returns(ids):
         raise ValueError("segment_ids: expected tokens of one id next to each other, got an id that returns")
     new = new.unsqueeze(-2)
