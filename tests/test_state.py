@@ -356,8 +356,8 @@ def test_a_stream_goes_on_with_as_many_samples(kind):
         ATTENTION[kind](q[:0], k[:0], v[:0], state=state, causal=True, return_state=True)
     decayed = {"causal": True, "return_state": True}
     _, after = ATTENTION[kind](q, k, v, decay=Decay(torch.ones(2))(torch.arange(6).view(2, 3, 1)), **decayed)
+    g = Decay(torch.ones(2))(torch.arange(9, 18).view(3, 3, 1))
     with pytest.raises(ValueError, match=r"state: expected one of \[3, 2\] samples and heads, got one of \[2, 2\]"):
-        g = Decay(torch.ones(2))(torch.arange(9, 18).view(3, 3, 1))
         ATTENTION[kind](*(x[:1].expand(3, -1, -1, -1) for x in (q, k, v)), decay=g, state=after, **decayed)
     gated = {"phases": [ForgetGate(HEAD_DIM, 2)], "causal": True, "return_state": True}
     _, after = ATTENTION[kind](q, k, v, **gated)
