@@ -68,6 +68,14 @@ def at_least(name: str, value: int, least: int = 1) -> int:
     return value if isinstance(value, int) else int(value)
 
 
+def instances(name: str, values: Any, kind: type | tuple[type, ...], nouns: str) -> tuple[Any, ...]:
+    """The values as a tuple; ValueError unless there is at least one, and all are of the kind, named by a plural."""
+    listed = tuple(values) if isinstance(values, Iterable) else ()
+    if not listed or not all(isinstance(value, kind) for value in listed):
+        raise ValueError(f"{name}: expected one or more {nouns}, got {values!r}")
+    return listed
+
+
 class NotImported(ValueError):
     """A module of the user's cannot be imported here."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from isopos.catalog import at_least
+from isopos.catalog import at_least, instances
 from isopos.deprecation import renamed
 from isopos.encodings import Coupling, Encoding, Side, Sided, rescaled_parts, shortest
 from isopos.exact import cast_down, constant, is_exporting, to_float64
@@ -80,10 +80,10 @@ class Jordan(Contragredient):
         self.frequency = None if frequency is None else constant(frequency).repeat(order)[None, None]
         limits = []
         if (fastest := self.growth.abs().max().item()) > 0:
-            limits.append(1 + int(40 / fastest))  # exp(+-40): long sums of two stay inside float32
+            limits.append(1 + 40 / fastest)  # exp(+-40): long sums of two stay inside float32
         if order > 1:
-            limits.append(int(length / 2 * (16 * math.factorial(order - 1)) ** (1 / (order - 1))))
-        self.max_length = min(limits, default=None)
+            limits.append(length / 2 * (16 * math.factorial(order - 1)) ** (1 / (order - 1)))
+        self.max_length = min((int(limit) for limit in limits if limit < 2**62), default=None)  # others leave int64
 
     def refusal(self, rule: Extension) -> str:
         if self.order == 1 or rule.name != "longrope":
@@ -159,8 +159,9 @@ class ContragredientSum(Contragredient):
 
     def __init__(self, parts: Sequence[Contragredient | Encoding], *, shared: bool = False):
         super().__init__()
-        if not parts or any(part.features != part.out_features for part in parts):
-            raise ValueError("parts: expected at least one, each returning as many features as it takes")
+        parts = instances("parts", parts, (Contragredient, Encoding), "contragredient pairs or encodings")
+        if any(part.features != part.out_features for part in parts):
+            raise ValueError("parts: expected each to return as many features as it takes")
         if shared and len({part.group for part in parts}) > 1:
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared

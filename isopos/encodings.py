@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isopos import maps
 from isopos.bases import Basis
-from isopos.catalog import at_least, expect
+from isopos.catalog import at_least, expect, instances
 from isopos.exact import ExactModule, cast_down, constant, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Blocks, BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
@@ -493,8 +493,7 @@ class DirectSum(Encoding):
 
     def __init__(self, parts: Sequence[Encoding], *, shared: bool = False):
         super().__init__()
-        if not parts:
-            raise ValueError("parts: expected at least one encoding, got none")
+        parts = instances("parts", parts, Encoding, "encodings")
         if shared and len({part.group for part in parts}) > 1:
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isopos.catalog import at_least
+from isopos.catalog import at_least, instances
 from isopos.exact import offsets
 from isopos.graphs import graph
 from isopos.images import frames, patches
@@ -317,6 +317,9 @@ class Product(Group):
     """
 
     parts: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", instances("parts", self.parts, Group, "groups"))
 
     @property
     def columns(self) -> int:

@@ -241,8 +241,8 @@ def test_side_by_side_each_has_separate_features_and_coordinates():
         (lambda: Jordan(torch.ones(2), length=0.0), "length: expected a positive number of steps, got 0"),
         (lambda: Jordan(torch.ones(2), length=math.nan), "length: expected a positive number of steps, got nan"),
         (lambda: isopos.xpos(8, length=math.nan), "length: expected a positive number of steps, got nan"),
-        (lambda: ContragredientSum([]), "parts: expected at least one, each returning as many features as it takes"),
-        (lambda: ContragredientSum([Rotary(torch.ones(1, 1, 2), lift=True)]), "parts: expected at least one"),
+        (lambda: ContragredientSum([]), "parts: expected one or more contragredient pairs or encodings"),
+        (lambda: ContragredientSum([Rotary(torch.ones(1, 1, 2), lift=True)]), "parts: expected each to return as many"),
         (
             lambda: ContragredientSum([Jordan(torch.ones(2)), Permutation(torch.arange(2)[None])], shared=True),
             "one group to share",

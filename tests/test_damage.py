@@ -217,13 +217,23 @@ def test_data_that_changed_is_scored_only_where_that_is_asked_for(isopos, runs):
     code, out, err = isopos("eval", "runs/a")
     assert (code, err.count("\n"), "bits" in out) == (2, 1, False)
     assert "data: expected sha256 " in err
-    assert "which has changed; restore the data, or score the changed data with --other-data" in err
+    assert "which is other data; restore the run's, say where it is with --data, or score this with --other-data" in err
     code, out, _ = isopos("eval", "runs/a", "--other-data")
     assert code == 0
     assert "text.txt, not the data of training" in " ".join(out.split())
     before, after = json.loads((runs / "a" / "eval.json").read_text())
     assert "data" not in before
     assert after["data"] != json.loads((runs / "a" / "data.json").read_text())["sha256"]
+
+
+def test_data_that_moved_is_scored_where_it_is(isopos, runs):
+    assert isopos("eval", "runs/a")[0] == 0
+    (runs.parent / "elsewhere").mkdir()
+    (runs.parent / "text.txt").rename(runs.parent / "elsewhere" / "words.txt")
+    assert isopos("eval", "runs/a")[0] == 2
+    assert isopos("eval", "runs/a", "--data", "elsewhere/words.txt")[0] == 0
+    before, after = json.loads((runs / "a" / "eval.json").read_text())
+    assert before == after
 
 
 def test_rows_that_no_run_writes(tmp_path):

@@ -478,6 +478,12 @@ def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
     assert found.holds == holds
 
 
+@each("extreme", [isopos.wire(8, 2, axes=64), isopos.xpos(8, 2, length=1e300)])
+def test_extreme_options_are_measured(extreme):
+    """A grid of 64 axes, of which a side of 2 has 2^64 positions, and positions up to a limit beyond int64."""
+    assert isopos.laws.check(extreme).holds
+
+
 def test_scores_that_are_not_numbers_hold_nothing():
     class Powers(isopos.encodings.Encoding):
         def __init__(self):

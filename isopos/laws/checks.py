@@ -562,7 +562,7 @@ def _ordered(group: Group, tokens: int, generator: torch.Generator) -> tuple[Ten
         return group.random(tokens, generator=generator), shift
     if group.columns == 1:
         return torch.randint(1, 4, (tokens, 1), generator=generator).cumsum(0), shift
-    return group.arrange(math.ceil(tokens ** (1 / group.columns)) ** group.columns), shift
+    return group.arrange(tokens), shift
 
 
 def _sums(scheme: Scheme, content: Sequence[Tensor], x: Tensor, causal: bool) -> list[Tensor]:

@@ -44,8 +44,9 @@ class Options:
     """Processes that hold each sample together, an equal part of its tokens each: for lengths that no single one could hold.
     torchrun starts them on several machines, else they start here."""
     sequence_keys: Literal["gather", "ring", "zigzag"] = "gather"  # How softmax attention sees their keys, as in training.
+    data: str = ""  # Where the run's data is now, or other data of the same kind; by default where it was in training.
     other_data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Allow data that changed since the run was trained; part of it may have been seen in training."""
+    """Allow other data than the run was trained on; part of it may have been seen in training."""
 
 
 def run(options: Options, console: Console) -> int:
@@ -80,7 +81,10 @@ def _member(rank: int, device: str, options: Options, console: Console | None = 
 
     folder = Path(options.run)
     recipe, model = checkpoints.untrained_model(folder)
-    recipe, model = recipe.edit(device=device), model.to(device)
+    own = hasattr(recipe.task, "data")
+    require("data", options.data, f"none for the task {recipe.task.name}, which draws its samples", own or not options.data)
+    moved = {"data": options.data} if options.data else {}
+    recipe, model = recipe.edit(device=device, **moved), model.to(device)
     console = console or Console(width=150)
     console.quiet = rank > 0
     over = nullcontext()  # or that in which samples are in the processes of the default group
@@ -158,7 +162,7 @@ def _data(options: Options, console: Console, folder: Path, recipe: Recipe) -> t
     if (other := before not in ("", data.sha256)) and not options.other_data:
         raise ValueError(
             f"data: expected sha256 {before[:12]}, as in {folder / 'data.json'}, got {data.sha256[:12]} in {data.name}, "
-            "which has changed; restore the data, or score the changed data with --other-data"
+            "which is other data; restore the run's, say where it is with --data, or score this with --other-data"
         )
     if other:
         alone = dict.fromkeys(("batch", "accumulate", "devices", "nodes"), 1)  # however many samples there are
