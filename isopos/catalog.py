@@ -68,6 +68,17 @@ def at_least(name: str, value: int, least: int = 1) -> int:
     return value if isinstance(value, int) else int(value)
 
 
+def probability(name: str, value: float) -> float:
+    """The value; ValueError unless it is a number from 0 on, below 1."""
+    try:
+        fits = 0 <= value < 1
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}: expected a probability below 1, got {value!r}")
+    return value
+
+
 def instances(name: str, values: Any, kind: type | tuple[type, ...], nouns: str) -> tuple[Any, ...]:
     """The values as a tuple; ValueError unless there is at least one, and all are of the kind, named by a plural."""
     listed = tuple(values) if isinstance(values, Iterable) else ()

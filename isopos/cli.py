@@ -24,8 +24,8 @@ MEMORY = ("allocate memory", "out of memory")  # in PyTorch's messages
 REMEDIES = {
     errno.ENOSPC: "; make room and run it again",
     errno.EDQUOT: "; make room and run it again",
-    errno.EACCES: "; choose a place that can be read and written",
-    errno.EROFS: "; choose a place that can be written",
+    errno.EACCES: "; choose a folder that can be read and written",
+    errno.EROFS: "; choose a folder that can be written",
 }
 
 

@@ -160,8 +160,9 @@ class ContragredientSum(Contragredient):
     def __init__(self, parts: Sequence[Contragredient | Encoding], *, shared: bool = False):
         super().__init__()
         parts = instances("parts", parts, (Contragredient, Encoding), "contragredient pairs or encodings")
-        if any(part.features != part.out_features for part in parts):
-            raise ValueError("parts: expected each to return as many features as it takes")
+        if wider := [part for part in parts if part.features != part.out_features]:
+            takes, returns = wider[0].features, wider[0].out_features
+            raise ValueError(f"parts: expected each to return as many features as it takes, got one of {takes} to {returns}")
         if shared and len({part.group for part in parts}) > 1:
             raise ValueError(f"parts: expected one group to share, got {[part.group for part in parts]}")
         self.parts, self.shared = nn.ModuleList(parts), shared

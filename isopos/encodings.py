@@ -205,7 +205,10 @@ class Rotary(Encoding):
         if isinstance(self.group, Ring):
             whole = constant(frequency) * self.group.period / (2 * math.pi)
             if learned or not torch.allclose(whole, whole.round(), rtol=0, atol=1e-6):
-                raise ValueError(f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}")
+                got = "learned ones" if learned else constant(frequency).flatten().tolist()[:8]
+                raise ValueError(
+                    f"frequency: expected fixed multiples of 2 pi / {self.group.period} on {self.group}, got {got}"
+                )
             self.order = self.group.period // math.gcd(self.group.period, *whole.round().int().flatten().tolist())
         self.is_lift, self.is_complex, self.max_length = lift, not lift, max_length
         self.extensible = self.group.is_grid and max_length is None  # other frequencies would not close a ring

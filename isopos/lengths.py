@@ -143,6 +143,14 @@ class _ByParts(Extension, ABC):
 
     by_length = True
 
+    fast: float = 32.0
+    slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.slow < self.fast < math.inf:
+            raise ValueError(f"fast: expected more turns than slow, and both positive, got {self.fast} and {self.slow}")
+
     def share(self, speed: Tensor) -> Tensor:
         kept = self.kept(speed)
         return kept + (1 - kept) / self.factor
@@ -174,15 +182,9 @@ class Yarn(_ByParts):
 
     by_series = True
 
-    fast: float = 32.0
-    slow: float = 1.0
     truncate: bool = True
     sharpness: float | None = None
     whole_logits: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_turns(self.fast, self.slow)
 
     @property
     def attention_factor(self) -> float:
@@ -209,11 +211,6 @@ class Llama3(_ByParts):
     """
 
     fast: float = 4.0
-    slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_turns(self.fast, self.slow)
 
     def kept(self, speed: Tensor) -> Tensor:
         return ((self.turns(speed) - self.slow) / (self.fast - self.slow)).clamp(0, 1)
@@ -494,8 +491,3 @@ def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     step = (fastest / slowest).log() / last.clamp_min(1)
     step = step.where((step > 0) & step.isfinite(), 1.0)
     return step, ((fastest / speed.maximum(slowest)).log() / step).clamp_min(0), last
-
-
-def _check_turns(fast: float, slow: float) -> None:
-    if not 0 < slow < fast < math.inf:
-        raise ValueError(f"fast: expected more turns than slow, and both positive, got {fast} and {slow}")

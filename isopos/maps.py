@@ -555,9 +555,9 @@ class Mapped(TokenMap):
         return self.phi(self.first.apply(x))
 
 
-def pair(maps: Any) -> tuple[TokenMap, TokenMap]:
-    """The maps of queries and keys: a pair of maps, or one map for both."""
-    return maps if isinstance(maps, tuple) else (maps, maps)
+def pair(value: Any) -> tuple[Any, Any]:
+    """The values of queries and keys, such as maps: a pair, or one value for both."""
+    return value if isinstance(value, tuple) else (value, value)
 
 
 def composed(first: TokenMap, second: TokenMap) -> TokenMap:

@@ -32,6 +32,12 @@ __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", 
 
 FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn", "ContragredientSum": "Beside"}
 """Names of renamed classes in fingerprints, which saved streams contain."""
+PARTS = {
+    "turn": (SelectiveRotation, ContentFrequency, HouseholderProduct),
+    "embedding": (Embedding,),
+    "bias": (RelativeBias,),
+}
+"""Types of the optional parts of a scheme."""
 
 
 class Choices(TypedDict, total=False):
@@ -45,6 +51,12 @@ class Choices(TypedDict, total=False):
     feature_map: str
     decay: str | Decay | ForgetGate
     denominator: DenominatorName
+
+
+def expect_scheme(scheme: object) -> None:
+    """Raise TypeError unless the argument is a Scheme."""
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme: expected a Scheme, such as isopos.rope(head_dim, heads), got {type(scheme).__name__}")
 
 
 def choices_of() -> dict[str, tuple[str, ...]]:
@@ -152,7 +164,8 @@ class Scheme(nn.Module):
         kind = attention if isinstance(attention, Linear | Softmax) else kind_of(attention)
         if not isinstance(decay, Decay | ForgetGate):
             expect("decay", decay, choices_of()["decay"])
-        heads = at_least("heads", heads)
+        heads, width = at_least("heads", heads), at_least("width", width)
+        _check_types(encoding, turn=turn, embedding=embedding, bias=bias)
         log_decay = _decay(decay, encoding.features, heads) if isinstance(decay, str) else decay
         self.encoding, self.heads, self.attention, self.embedding, self.bias = encoding, heads, kind.name, embedding, bias
         self.decay = log_decay if isinstance(log_decay, Decay) else None
@@ -230,7 +243,7 @@ class Scheme(nn.Module):
         if not self.bias.is_linear:
             raise ValueError(f"bias: expected ClippedKeys in linear attention, got {type(self.bias).__name__}: use softmax")
         if not self.decay is self.forget is None:
-            raise ValueError("decay: expected 'none' with clipped keys, whose far offsets share one sum")
+            raise ValueError("decay: expected 'none' with clipped keys, whose far offsets share one sum, got one")
 
     def extra_repr(self) -> str:
         choices = ", ".join(f"{name}={choice}" for name, choice in self.choices.items())
@@ -538,6 +551,17 @@ def _transport(query: TokenMap, key: TokenMap) -> tuple[TokenMap, TokenMap]:
             f"transport: expected linear maps of queries and keys, got {type(query).__name__}; build it without"
         )
     return key, Adjoint(query)
+
+
+def _check_types(encoding: object, **parts: object) -> None:
+    """Raise TypeError for a part of another type."""
+    if not isinstance(encoding, Coupling):
+        got = type(encoding).__name__
+        raise TypeError(f"encoding: expected an Encoding or another Coupling, such as scheme.encoding, got {got}")
+    for name, part in parts.items():
+        if not isinstance(part, (*PARTS[name], type(None))):
+            names = " or ".join(kind.__name__ for kind in PARTS[name])
+            raise TypeError(f"{name}: expected None or {names}, got {type(part).__name__}")
 
 
 def _decay(name: str, features: int, heads: int) -> Decay | ForgetGate | None:

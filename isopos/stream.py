@@ -19,7 +19,7 @@ from isopos.ops.linear.cpu import CpuSteps
 from isopos.ops.linear.step import TorchSteps
 from isopos.ops.linear.triton_step import TritonSteps
 from isopos.positions import sequence
-from isopos.scheme import Arguments, Scheme
+from isopos.scheme import Arguments, Scheme, expect_scheme
 from isopos.state import State, expect_state
 
 __all__ = ["Stream", "Tables"]
@@ -83,6 +83,7 @@ class Stream:
         length: int | None = None,
         tables_from: "Stream | None" = None,
     ):
+        expect_scheme(scheme)
         expect_state(state)
         if length is None and state is not None and state.tensors:
             raise ValueError("length: expected the number of tokens in the state, got none")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -163,6 +164,34 @@ def test_a_stream_has_no_context_and_returns_no_state():
     for name, value in (("context", x), ("return_state", True)):
         with pytest.raises(ValueError, match=f"{name}: expected none with a Stream"):
             layer(x, isopos.Stream(scheme), **{name: value})
+
+
+@each(("own", "other"), [({}, {"denominator": "none"}), ({"denominator": "none"}, {}), ({"attention": "softmax"}, {})])
+def test_a_stream_is_one_of_the_layers_scheme(own, other):
+    layer, x = Attention(WIDTH, schemes.rope(HEAD_DIM, HEADS, **own)), torch.randn(1, 5, WIDTH)
+    with pytest.raises(ValueError, match=r"at: expected a Stream of this layer's scheme, .* denominator, got one of"):
+        layer(x, isopos.Stream(schemes.rope(HEAD_DIM, HEADS, **other)))
+
+
+@each(
+    "call",
+    [
+        lambda part: Attention(WIDTH, part),
+        lambda part: isopos.Stream(part),
+        lambda part: absorb(part, torch.nn.Linear(WIDTH, WIDTH)),
+    ],
+)
+def test_an_encoding_is_no_scheme(call):
+    with pytest.raises(TypeError, match=r"scheme: expected a Scheme, such as isopos.rope\(head_dim, heads\), got Rotary"):
+        call(schemes.rope(HEAD_DIM, HEADS).encoding)
+
+
+@each("wrong", [None, "a", 1.0, -0.1, math.nan])
+def test_dropout_is_a_probability(wrong):
+    scheme = schemes.rope(HEAD_DIM, HEADS, attention="softmax")
+    for call in (lambda: Attention(WIDTH, scheme, dropout=wrong), lambda: softmax_attention(*inputs(1, t=3), dropout=wrong)):
+        with pytest.raises(ValueError, match=f"dropout: expected a probability below 1, got {wrong!r}"):
+            call()
 
 
 def test_ape_with_softmax_is_rope_with_learned_angles_once_absorbed():

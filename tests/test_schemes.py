@@ -1087,6 +1087,21 @@ def test_parts_that_do_not_fit(parts, message):
 
 
 @each(
+    ("parts", "message"),
+    [
+        ({"encoding": isopos.rope(16, 2)}, "encoding: expected an Encoding .* such as scheme.encoding, got Scheme"),
+        ({"bias": "t5"}, "bias: expected None or RelativeBias, got str"),
+        ({"embedding": "sinusoidal"}, "embedding: expected None or Embedding, got str"),
+        ({"turn": 1}, "turn: expected None or SelectiveRotation or ContentFrequency or HouseholderProduct, got int"),
+        ({"width": 0}, "width: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_parts_of_other_types(parts, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        schemes.Scheme(**{"encoding": encodings.Identity(8), "heads": 2} | parts)
+
+
+@each(
     ("fields", "message"),
     [
         ({"attention": "softmax", "inside": True}, "inside: expected False with softmax"),

@@ -32,6 +32,7 @@ from isopos.attention import linear_attention
 from isopos.decays import Decay
 from isopos.feature_maps import FEATURE_MAPS
 from isopos.phases import ForgetGate
+from isopos.terms import Clipped
 
 SLACK = 1000 * TOLERANCE  # some denominators almost vanish
 both = pytest.mark.parametrize("kind", ATTENTION)
@@ -333,6 +334,27 @@ def test_samples_may_share_keys(kind, each):
         y, state = attention(*(a[..., part, :] for a in (q, k, v)), **at, causal=True, **own, return_state=True)
         found.append(y)
     torch.testing.assert_close(torch.cat(found, -2), whole)
+
+
+@pytest.mark.parametrize("reaches", [(4, 2), (2, 4), (2, 2), (1, 3)])
+def test_several_clipped_terms_share_the_sum_of_far_keys(reaches):
+    q, k, v = inputs(2, t=12, dtype=torch.float64)
+    tables = [torch.rand(HEADS, 2 * reach + 1, HEAD_DIM, dtype=torch.float64) for reach in reaches]
+
+    def terms(queries, keys):
+        return [Clipped(table, "query", queries, keys, reach) for table, reach in zip(tables, reaches, strict=True)]
+
+    x, state, found = sequence(12), State(), []
+    whole = linear_attention(q, k, v, causal=True, terms=terms(x, x))
+    for n in range(0, 12, 3):
+        part, own = slice(n, n + 3), {"terms": terms(x[n : n + 3], x[n : n + 3]), "causal": True}
+        out, state = linear_attention(*(a[..., part, :] for a in (q, k, v)), state=state, return_state=True, **own)
+        found.append(out)
+    close(torch.cat(found, -2), whole)
+    tables[0] = torch.rand(HEADS, 2 * 5 + 1, HEAD_DIM, dtype=torch.float64)
+    longer = [Clipped(tables[0], "query", x[:3] + 12, x[:3] + 12, 5), terms(x[:3] + 12, x[:3] + 12)[1]]
+    with pytest.raises(ValueError, match="reach 5"):
+        linear_attention(*(a[..., :3, :] for a in (q, k, v)), state=state, terms=longer, causal=True)
 
 
 def test_in_place_is_a_stream_now():

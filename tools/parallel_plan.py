@@ -29,9 +29,9 @@ def linear_bytes(devices: int) -> int:
     return 2 * (devices - 1) * (HEADS * DIM * (DIM + 1) * 4 + HEADS * 2 * 8)
 
 
-def softmax_bytes(tokens: int, devices: int, heads: int = HEADS, dim: int = DIM, size: int = 2) -> int:
+def softmax_bytes(tokens: int, devices: int, size: int = 2) -> int:
     """The same for softmax attention here, of all devices together: keys and values to later shards, gradients back."""
-    return 2 * 2 * heads * dim * size * (tokens // devices) * devices * (devices - 1) // 2
+    return 2 * 2 * HEADS * DIM * size * (tokens // devices) * devices * (devices - 1) // 2
 
 
 def ring_bytes(tokens: int, devices: int, size: int = 2) -> int:

@@ -40,22 +40,24 @@ def with_terms_of_stream(
     total: Tensor, values: Tensor, problem: LinearProblem, state: State
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The same for the next tokens of a stream; and the state of the terms: near keys, and the sum of far ones."""
+    near, past, far = state["near"], state["places"], state["far"]
+    reach = max((term.reach for term in _terms(problem)), default=0)  # the state keeps the keys near for any term
     after: dict[str, Tensor] = {}
     for term in _terms(problem):
         if term.x.shape[-1] > 1 or term.outside:
             raise ValueError(
                 "state: expected clipped terms of a sequence without class tokens, whose far keys share one sum"
             )
-        rows, positions, far = values, term.y, state["far"]
-        if (near := state["near"]) is not None and (past := state["places"]) is not None:
+        rows, positions = values, term.y
+        if near is not None and past is not None:
             rows, positions = appended(near, rows), appended(past, positions)
         score = scores_of(problem, term)
         batch = broadcast(score.shape[:-2], rows.shape[:-2])
         expanded, score = rows.expand(*batch, *rows.shape[-2:]), score.expand(*batch, *score.shape[-2:])
         added = clipped.clipped(score, expanded, term.x, positions, term.reach, causal=True)
         total = total + (added if far is None else added + score[..., :1] * far.unsqueeze(-2))
-        gone = rows[..., : max(0, rows.shape[-2] - term.reach), :].sum(-2)
-        after = {"near": rows[..., -term.reach :, :].clone(), "places": positions[..., -term.reach :, :].clone()}
+        gone = rows[..., : max(0, rows.shape[-2] - reach), :].sum(-2)
+        after = {"near": rows[..., -reach:, :].clone(), "places": positions[..., -reach:, :].clone()}
         after["far"] = gone if far is None else far + gone
     return total, after
 

@@ -15,7 +15,7 @@ from isopos.attention import checks
 from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentPair, TransportPair
 from isopos.attention.reference import divides_out
 from isopos.attention.segments import segmented
-from isopos.catalog import at_least
+from isopos.catalog import at_least, probability
 from isopos.exact import broadcast
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import TokenMap
@@ -200,8 +200,7 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(scale, str) or not abs(scale) < math.inf:
         raise ValueError(f"scale: expected a finite factor of logits, got {scale!r}")
-    if isinstance(dropout, str) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
+    dropout = probability("dropout", dropout)
     problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
     t, s = q.shape[-2], k.shape[-2] + seen
@@ -468,7 +467,9 @@ def _stamped(problem: AnyProblem, state: State, name: str, choices: tuple[str, .
         ("transport", problem.outward),
     )
     parts += [name for name, x in optional if x is not None]
-    kind = ", ".join([*parts, *(f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms)])
+    parts += [f"{type(term).__name__} {term.side} {term.heads}" for term in problem.terms]
+    parts += [f"reach {term.reach}" for term in problem.terms if isinstance(term, Clipped)]
+    kind = ", ".join(parts)
     state.check_kind(kind, problem.of_keys)
     return replace(problem, kind=kind)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from isopos.exact import cast_down
 from isopos.feature_maps import Phi, identity, sides, undivided
-from isopos.maps import Identity, TokenMap
+from isopos.maps import Identity, TokenMap, pair
 from isopos.ops.householder import Factors, naive_scores
 from isopos.ops.linear.division import EPS
 from isopos.phases import Phase, cumulative, separated, with_phases
@@ -128,8 +128,8 @@ def softmax(
 
 def _mapped(isometry: Maps, decay: Pair, phases: Sequence[Phase], q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
     """Maps and log decays of queries and keys, including content-dependent phases, and Householder-like maps between."""
-    maps: Any = tuple(rho or Identity() for rho in _pair(isometry))
-    decay = None if decay is None else _pair(decay)
+    maps: Any = tuple(rho or Identity() for rho in pair(isometry))
+    decay = None if decay is None else pair(decay)
     sums, product = separated(phases)
     maps, decay = with_phases(sums, cumulative(sums, k, mask), maps, decay, q) if sums else (maps, decay)
     return maps, decay, None if product is None else product(k, mask)
@@ -174,14 +174,10 @@ def _takes_part(
     part = offset <= 0 if causal else offset == offset
     part = part if window is None else part & (offset.abs() < window)
     if segment_ids is not None:
-        of_queries, of_keys = _pair(segment_ids)
+        of_queries, of_keys = pair(segment_ids)
         of_queries = of_queries[..., of_queries.shape[-1] - t :]
         part = part & (of_queries[..., None] == of_keys[..., None, :]).unsqueeze(-3)
     return part if mask is None else part & mask[..., None, None, :]
-
-
-def _pair(value: Any) -> tuple[Any, Any]:
-    return value if isinstance(value, tuple) else (value, value)
 
 
 def _without(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -190,7 +186,7 @@ def _without(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _exponents(decay: Pair, causal: bool) -> Tensor:
-    g_q, g_k = _pair(decay)
+    g_q, g_k = pair(decay)
     difference = g_q[..., :, None] - g_k[..., None, :]
     return difference.tril(g_k.shape[-1] - g_q.shape[-1]) if causal else -difference.abs()
 

@@ -6,7 +6,8 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def audit(
             or a `Subject`.
         call: For a torch module: ``call(module, tokens, positions=..., mask=..., segments=...)`` with any of the last three,
             each ``[b t]``, -> outputs ``[b t v]``. By default ``module(tokens, ...)`` with those names in its signature.
-        example: For a torch module: tokens ``[1 t]`` or features ``[1 t d]`` like which others are made.
+        example: For a torch module: tokens ``[1 t]`` or features ``[1 t d]``; random ones of its shape and dtype are drawn.
         relative: For a torch module: whether a shift of all positions must not be seen. By default true where a submodule
             is rotary by name.
         causal: For a torch module: whether later tokens must not be seen; measured by default.
@@ -169,12 +170,12 @@ def _source(module: nn.Module) -> str:
     return f"{'/'.join(parts) or path.name}:{line}"
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """A context without messages of the model's library, since audits call it in unusual ways."""
-
-    def __enter__(self) -> None:
-        self.before = logging.root.manager.disable
-        logging.disable(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        logging.disable(self.before)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

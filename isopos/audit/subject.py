@@ -21,7 +21,7 @@ ABILITIES = {
     "causal": "it is not causal",
     "bidirectional": "it is causal",
     "save": "it has no save_pretrained",
-    "text": "it takes text to tell, and none was given",
+    "text": "it needs text, and got none",
     "casts": "its call is not known to serve other dtypes",
 }
 """Abilities of subjects, each with the reason why a check without it does not apply."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 FORMER = {"work": "workload", "other": "baseline", "state": "variant", "other_seconds": "baseline_seconds"}
-"""New names of the fields of a row, by their names in bench.json of version 0.1."""
+"""New names of the fields of a row, by their names in bench.json before 0.1.0."""
 SHORT = 5e-3  # seconds; shorter workloads are repeated
 LONG = 1.0  # seconds; longer workloads are not warmed up in each round
 MIN_ROUNDS = 3  # before a time limit counts
@@ -112,7 +112,7 @@ class Row:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Row":
-        """The inverse of `to_json`; also reads the field names and workload names of version 0.1."""
+        """The inverse of `to_json`; also reads the field names and workload names before 0.1.0."""
         content = {FORMER.get(name, name): value for name, value in content.items()}
         values = {field.name: content[field.name] for field in dataclasses.fields(cls)}
         for name in ("workload", "baseline"):

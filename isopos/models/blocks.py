@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isopos.catalog import expect
+from isopos.catalog import expect, probability
 from isopos.models.layers import PerLayer
 from isopos.nn import Attention
 from isopos.parallel import shards
@@ -112,8 +112,6 @@ class Block(nn.Module):
         super().__init__()
         expect("activation", activation, ACTIVATIONS)
         expect("norm", norm, NORMS)
-        if not 0 <= stochastic_depth < 1:
-            raise ValueError(f"stochastic_depth: expected a probability below 1, got {stochastic_depth}")
         hidden = hidden_dim or 4 * model_dim
         self.norm1, self.norm2 = NORMS[norm](model_dim), NORMS[norm](model_dim)
         self.attention = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout, window=window)
@@ -122,7 +120,8 @@ class Block(nn.Module):
         if cross:
             self.norm3 = NORMS[norm](model_dim)
             self.cross = Attention(model_dim, scheme, kv_heads=kv_heads, dropout=attention_dropout)
-        self.dropout, self.stochastic_depth = nn.Dropout(dropout), stochastic_depth
+        self.dropout = nn.Dropout(dropout)
+        self.stochastic_depth = probability("stochastic_depth", stochastic_depth)
 
     def forward(
         self,

@@ -58,7 +58,7 @@ class PerLayer(nn.Module):
     def group(self) -> Group:
         """The group of positions that all layers accept: one of integers, if some layer needs integers."""
         groups = [scheme.group for scheme in self.each if not scheme.position_free] or [self.each[0].group]
-        return next((group for group in groups if not any(getattr(leaf, "real", False) for leaf in group.leaves)), groups[0])
+        return next((group for group in groups if not any(leaf.real for leaf in group.leaves)), groups[0])
 
     @property
     def embedding(self) -> Embedding | None:

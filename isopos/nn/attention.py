@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from isopos.attention.linear import linear_attention
 from isopos.attention.softmax import softmax_attention
-from isopos.catalog import at_least
-from isopos.scheme import Scheme
+from isopos.catalog import at_least, probability
+from isopos.scheme import Scheme, expect_scheme
 from isopos.stream import Stream
 
 
@@ -46,6 +46,7 @@ class Attention(nn.Module):
         window: int | None = None,
     ):
         super().__init__()
+        expect_scheme(scheme)
         self.heads = scheme.heads if kv_heads is None else _heads(model_dim, scheme, kv_heads)
         if model_dim % self.heads:
             raise ValueError(f"model_dim: expected a multiple of the {self.heads} heads, got {model_dim}")
@@ -56,9 +57,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"model_dim: expected {self.heads * size}, {self.heads} heads of {size} features, got {model_dim}{heads}"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
-        if dropout and scheme.attention == "linear":
+        if probability("dropout", dropout) and scheme.attention == "linear":
             raise ValueError(
                 f"dropout: expected 0 with linear attention, which forms no weights to drop, got {dropout}; drop its outputs"
             )
@@ -107,11 +106,15 @@ class Attention(nn.Module):
                 raise ValueError(
                     f"{name}: expected none with a Stream, whose tokens attend to each other and which keeps the state"
                 )
+            own = ("softmax" if self.attend is softmax_attention else "linear", self.normalised)
+            if own != (got := (at.scheme.attention, at.scheme.normalised)):
+                own, got = (f"{name} attention with{'out' * normalised} a denominator" for name, normalised in (own, got))
+                raise ValueError(f"at: expected a Stream of this layer's scheme, {own}, got one of {got}")
         elif not isinstance(at, Mapping):
             raise TypeError(f"at: expected scheme.at(positions), or a Stream of the scheme, got {type(at).__name__}")
         else:
             if (at.get("denominator", "plain") is None) is not self.normalised:
-                own, got = ("none", at["denominator"]) if self.normalised else ("one", "none")
+                own, got = ("none", at.get("denominator", "plain")) if self.normalised else ("one", "none")
                 raise ValueError(f"at: expected arguments with the denominator of this layer's scheme, {own}, got {got}")
             return_state = return_state or bool(at.get("return_state"))
             if self.window is not None and at.get("window", self.window) != self.window:

@@ -10,7 +10,7 @@ from isopos.encodings import Encoding, Exponential, InBasis, Rotary
 from isopos.exact import cast_down, to_float64
 from isopos.maps import Chain, TokenMap
 from isopos.ops.rotate import half_to_interleaved
-from isopos.scheme import Scheme
+from isopos.scheme import Scheme, expect_scheme
 
 
 def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
@@ -35,6 +35,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
         >>> type(absorb(scheme, layer).encoding).__name__
         'Rotary'
     """
+    expect_scheme(scheme)
     if scheme.attention == "linear" and scheme.choices["feature_map"] != "identity":
         raise ValueError(
             f"scheme: expected softmax attention or the identity feature map, which commute with a basis, "

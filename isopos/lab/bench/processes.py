@@ -94,7 +94,7 @@ def _other_rows(name: str, rounds: int, longest: int) -> Iterator[Row]:
 
 
 def in_variants(
-    name: str, variants: Mapping[str, Mapping[str, str]], rounds: int, device: str = "cpu", done: Sequence[Row] = ()
+    name: str, variants: Mapping[str, Mapping[str, str]], rounds: int, device: str, done: Sequence[Row]
 ) -> Iterator[Row]:
     """Measure a section once per variant, each in a process; yield rows as they come, without races that are done."""
     for variant, environment in variants.items():

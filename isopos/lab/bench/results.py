@@ -80,7 +80,7 @@ def target(out: str, *, keep: bool = False) -> Path | None:
     return folder
 
 
-def earlier_rows(folder: Path, rounds: int, device: str = "cpu") -> list[Row]:
+def earlier_rows(folder: Path, rounds: int, device: str) -> list[Row]:
     """The rows of an earlier run in a folder; ValueError if the machine, the threads or the rounds differ."""
     if not (folder / DATA).exists():
         return []
@@ -106,7 +106,7 @@ def latest_rows(rows: Sequence[Row]) -> list[Row]:
     return sorted(merged, key=lambda row: sections.index(row.section))
 
 
-def write_results(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str = "cpu") -> Path:
+def write_results(folder: Path, rows: Sequence[Row], command: str, rounds: int, device: str) -> Path:
     """Write rows and machine as JSON; return the path."""
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {

@@ -76,7 +76,7 @@ def _scaled(recipe: Recipe, multiple: int) -> Recipe:
 
 
 def _member(rank: int, device: str, options: Options, console: Console | None = None) -> int:
-    """Score in one process, of which the first prints and writes."""
+    """Score in one process of a group; the first prints and writes."""
     from isopos.lab.runs import checkpoints
 
     folder = Path(options.run)

@@ -86,7 +86,7 @@ def aside_path(folder: Path) -> Path:
 
 
 def restore(folder: Path) -> bool:
-    """Move a folder that is aside back, in place of its replacement; return whether there was one."""
+    """Move a replaced folder back in place of its replacement; return whether there was one."""
     if exists := aside_path(folder).exists():
         remove_folder(folder)
         aside_path(folder).rename(folder)

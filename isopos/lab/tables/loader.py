@@ -17,7 +17,7 @@ from isopos.lab.runs.files import mismatch, read_json, read_text
 from isopos.lab.tasks.task import SAME, Metric, Task, View
 from isopos.spec import of_layers, split_spec
 
-RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys of version 0.1
+RENAMED = {"along": "x_axis", "begun": "start_scales"}  # new keys by the keys before 0.1.0
 FOLDER = Path(__file__).parent
 SCORES, ABOUT = "scores.json", "about.json"
 TIMED = {

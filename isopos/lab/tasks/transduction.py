@@ -220,7 +220,7 @@ class Transduction(Transducing):
 
     def setting(self, recipe: Recipe) -> str:
         what = f"translates texts ({self.tokenizer})" if self.data else f"is to {self.operation} symbols"
-        return f"An encoder-decoder that {what}, of {self.vocabulary:,} tokens, in at most {self.longest} places."
+        return f"An encoder-decoder that {what}, of {self.vocabulary:,} tokens, in at most {self.longest} positions."
 
     def check(self, recipe: Recipe) -> Sequence[str]:
         require("languages", repr(self.languages), "none without --data", bool(self.data) or not self.languages)

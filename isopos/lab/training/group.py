@@ -25,7 +25,7 @@ def is_of_another_process(error: RuntimeError) -> bool:
 
 
 def run_in_group(count: int, device: str, run: Callable[..., object], *arguments: Any) -> None:
-    """Call ``run(rank, device, *arguments)`` in each of `count` processes, the default group of which is ready.
+    """Call ``run(rank, device, *arguments)`` in each of `count` processes, after their default group is initialised.
 
     Args:
         device: cpu, where Gloo connects them, or cuda, where NCCL does and each has a GPU of its own.
@@ -33,7 +33,7 @@ def run_in_group(count: int, device: str, run: Callable[..., object], *arguments
         arguments: For pickle.
 
     Raises:
-        ValueError: Of a process, in the one that called; or where torchrun started another number of processes.
+        ValueError: That of a process, raised in the calling one; or where torchrun started another number of processes.
         OSError: Where a process was killed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
