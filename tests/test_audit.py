@@ -71,7 +71,7 @@ WHOLE = {
 NO_TABLE = "no rotary module with declared parameters was found"
 TABLES = ("frequencies", "attention factor", "tables", "far positions", "autocast", "order of calls", "casts")
 LACKING = dict.fromkeys(TABLES, NO_TABLE) | {
-    "layout": "it takes text to tell, and none was given",
+    "layout": "it needs text, and got none",
     "saving": "it has no save_pretrained",
     "order": "it is causal",
     "direction": "it is causal",

@@ -143,7 +143,7 @@ ENDS = [
     (OSError(errno.ENOENT, "No such file", "a"), 2, "a: no such file"),
     (OSError(errno.EXDEV, "No link", "a", None, "b"), 2, "a and b: no link"),
     (OSError(errno.ENOSPC, "No space", "a"), 2, "a: no space; make room and run it again"),
-    (OSError(errno.EROFS, "Read-only", "a"), 2, "a: read-only; choose a place that can be written"),
+    (OSError(errno.EROFS, "Read-only", "a"), 2, "a: read-only; choose a folder that can be written"),
     (OverflowError("too big"), 2, "expected numbers that a computer can count with, got one beyond: too big"),
     (MemoryError(), 2, "expected sizes that fit into memory; choose smaller ones: MemoryError"),
     (RuntimeError("CUDA out of memory"), 2, "expected sizes that fit into memory; choose smaller ones: CUDA out of memory"),

@@ -94,7 +94,7 @@ def test_what_an_encoding_lacks_is_a_question_mark():
     [
         (
             OSError(errno.EACCES, "Permission denied", "a/b"),
-            "a/b: permission denied; choose a place that can be read and written",
+            "a/b: permission denied; choose a folder that can be read and written",
         ),
         (OSError(errno.EIO, "Input/output error"), "input/output error"),
         (OSError(errno.EXDEV, "Invalid link", "a", None, "b"), "a and b: invalid link"),
