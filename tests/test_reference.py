@@ -6,6 +6,7 @@ from itertools import product
 import torch
 from cases import HEADS, close, each, inputs
 
+import isopos
 from isopos.attention import reference
 from isopos.feature_maps import elu1
 from isopos.maps import Rotation
@@ -40,6 +41,19 @@ def test_softmax_with_a_decay_keeps_the_dtype_of_its_inputs():
     q, k, v, decay, _ = arguments()
     out = reference.softmax(q.float(), k.float(), v.float(), decay=decay, causal=True)
     close(out, reference.softmax(q, k, v, decay=decay, causal=True).float())
+
+
+@each("scheme", [isopos.alibi(8, 2, attention="softmax"), isopos.retnet(8, 2, attention="softmax")])
+def test_a_decay_counts_steps_whatever_the_order_of_tokens(scheme):
+    """`causal` is a mask of tokens in their order; a decay is one of distances between positions."""
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
+    x, order = torch.tensor([[0], [100], [1], [7], [7]]), torch.ones(5, 5).tril().bool()
+    expected = reference.softmax(q, k, v, **scheme.at(x, dtype=torch.float64), causal=True)
+    close(scheme(q, k, v, x, causal=True), expected)
+    close(scheme(q, k, v, x, attn_mask=order), expected)
+    stream = isopos.Stream(scheme)
+    found = [stream(*(a[:, :, n : n + 1] for a in (q, k, v)), x[n : n + 1]) for n in range(5)]
+    close(torch.cat(found, -2), expected)
 
 
 @each("causal", [True, False])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from isopos.attention.pairs import log_weights
 from isopos.attention.problem import SoftmaxProblem
 from isopos.exact import full_precision
 from isopos.ops import gpu
@@ -153,7 +154,7 @@ def _added(problem: SoftmaxProblem) -> list[Pair]:
 
         def decay(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             difference = of_q[b, h // groups, i] - of_k[b, h // groups, j]  # float64
-            return (difference if causal else -difference.abs()).to(torch.float32)
+            return log_weights(difference, causal).to(torch.float32)
 
         added.append(decay)
     for term in problem.terms:

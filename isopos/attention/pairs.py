@@ -36,13 +36,18 @@ def with_keys(problem: SoftmaxProblem, k: Tensor) -> SoftmaxProblem:
     return replace(problem, terms=tuple(terms))
 
 
+def log_weights(difference: Tensor, causal: bool) -> Tensor:
+    """-|g_i - g_j| of differences g_i - g_j; causal ones of 0 have the gradient of one below 0, as for a rate of 0."""
+    return torch.where(difference > 0, -difference, difference) if causal else -difference.abs()
+
+
 def added_to_logits(problem: SoftmaxProblem) -> Tensor:
     """Numbers added to logits, ``[*b h t s]`` or a shape that broadcasts to it: decays in float64, and relative terms."""
     q, k, g, dtype = problem.q, problem.k, problem.decay, torch.promote_types(problem.q.dtype, torch.float32)
     bias = torch.zeros((), dtype=torch.float64, device=float64_device(q.device))
     if g is not None:
         difference = g[0][..., :, None] - g[1][..., None, :]
-        bias = difference if problem.causal else -difference.abs()
+        bias = log_weights(difference, problem.causal)
     if bias.device != q.device:
         bias = cast_down(bias, torch.float32, q.device)
     if problem.attn_mask is not None and problem.attn_mask.is_floating_point():

@@ -66,7 +66,7 @@ def linear(
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     factor = part.to(q.dtype)
     if decay is not None:
-        exponents = _exponents(decay, causal)  # on the CPU if the device has no float64
+        exponents = _exponents(decay)  # on the CPU if the device has no float64
         factor = cast_down(torch.where(part.to(exponents.device), exponents, -torch.inf).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
@@ -112,7 +112,7 @@ def softmax(
         if term.side != "value":
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
-        logits = logits + cast_down(_exponents(decay, causal), logits.dtype, logits.device)
+        logits = logits + cast_down(_exponents(decay), logits.dtype, logits.device)
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         part = part & attn_mask
@@ -185,10 +185,9 @@ def _without(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
 
 
-def _exponents(decay: Pair, causal: bool) -> Tensor:
+def _exponents(decay: Pair) -> Tensor:
     g_q, g_k = pair(decay)
-    difference = g_q[..., :, None] - g_k[..., None, :]
-    return difference.tril(g_k.shape[-1] - g_q.shape[-1]) if causal else -difference.abs()
+    return -(g_q[..., :, None] - g_k[..., None, :]).abs()
 
 
 def _clipped(term: Clipped) -> Tensor:

@@ -58,7 +58,7 @@ def softmax_attention(
     group: Any = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, State]:
-    """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> + g_i - g_j, through `scaled_dot_product_attention`.
+    """Attention with logits scale * <rho(x_i) q_i, rho(x_j) k_j> - |g_i - g_j|, through `scaled_dot_product_attention`.
 
     Arguments that are not listed, shared heads and NaN containment are as in `linear_attention`; NaN containment holds
     outside a compiler only.
@@ -67,7 +67,7 @@ def softmax_attention(
         q: Queries ``[*b h t d]``, any floating dtype.
         k: Keys ``[*b h s d]``.
         v: Values ``[*b h s e]``.
-        decay: g, a log decay ``[*b h t]`` in float64; a pair in cross-attention. Without `causal`, -|g_i - g_j| is added.
+        decay: g, a log decay ``[*b h t]`` in float64; a pair in cross-attention. Tokens may have any order.
         scale: d^-1/2 by default, where d is the width of q before rho.
         terms: Relative terms. Scores of the query's or the key's side are scaled and added, numbers are added unscaled, rows
             of the value's side are added to values. Time and memory are quadratic.
