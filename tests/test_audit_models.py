@@ -182,16 +182,17 @@ def test_a_model_of_this_library_is_measured_with_its_own_cache(attention, monke
 
     torch.manual_seed(0)
     made = from_decoder(Decoder(64, 32, 2, isopos.rope(16, 2, attention=attention)))
-    checks = ["decoding", "chunked prefill", "beam reorder", "generation", "left padding"]
+    checks = ["positions", "decoding", "chunked prefill", "beam reorder", "generation", "left padding", "packing"]
     report = audit(made, checks=[*checks, "static cache"])
     assert report.sound, report
-    assert [result.check for result in report.results] == checks
+    assert {result.check for result in report.results} == set(checks)
+    assert all(result.severity == "sound" for result in report.results)
     assert [a.check for a in report.unmeasured] == ["static cache"]
     features = IsoposForCausalLM._features
 
-    def late(self, ids, mask, position_ids, cache):
+    def late(self, ids, mask, position_ids, cache, segments):
         past = 0 if cache is None else cache.get_seq_length()
-        return features(self, ids, mask, past // 2 + torch.arange(ids.shape[1])[None], cache)
+        return features(self, ids, mask, past // 2 + torch.arange(ids.shape[1])[None], cache, segments)
 
     monkeypatch.setattr(IsoposForCausalLM, "_features", late)  # chunks after the first are too early
     assert "chunked prefill" in audit(made, checks=["chunked prefill"]).broken

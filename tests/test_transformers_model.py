@@ -142,6 +142,21 @@ def test_positions_may_be_given(hf):
         close(found[mask.bool()], same[mask.bool()])
 
 
+@ALL
+@torch.no_grad()
+def test_packed_samples_do_not_see_each_other(hf, name):
+    model, ids = make(name), tokens(1)
+    x, segments = core.packed([LENGTH - 4, 4])
+    apart = torch.cat([model(part, use_cache=False).logits for part in ids.split([LENGTH - 4, 4], 1)], 1)
+    close(model.decoder(ids, x, segment_ids=segments), apart)
+    for mask in (None, torch.ones_like(ids)):
+        out = model(ids, mask, position_ids=x.mT)
+        close(out.logits, apart)
+        assert out.past_key_values is None
+    with pytest.raises(ValueError, match="use_cache: expected none with packed samples, whose position_ids restart, got True"):
+        model(ids, position_ids=x.mT, use_cache=True)
+
+
 @pytest.mark.parametrize("name", ["rope", "t5"])
 @torch.no_grad()
 def test_a_layer_of_the_cache(hf, name):

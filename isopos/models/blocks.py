@@ -277,16 +277,25 @@ class Trunk(nn.Module, ABC):
         return positions[..., : scheme.group.columns] if mixed else positions
 
     def features(
-        self, tokens: Tensor, positions: Tensor | None, *, causal: bool = False, mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        *,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> Tensor:
         """Features ``[b t m]`` before the head. The mask ``[b t]`` is False for padding, which no token attends to.
 
-        Padding needs positions, too: on a line the next ones, in a tree roots.
+        Padding needs positions, too: on a line the next ones, in a tree roots. Tokens attend to those with the same number
+        in segment_ids ``[b t]`` or ``[t]``, as of packed sequences.
         """
         x, at = self.enter(tokens, positions)
+        if segment_ids is not None:
+            at = tuple({**arguments, "segment_ids": segment_ids} for arguments in at)
         return self.run_blocks(x, at, causal=causal, mask=mask)
 
-    def run_blocks(self, x: Tensor, at: Sequence[Arguments], *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    def run_blocks(self, x: Tensor, at: Sequence[Mapping[str, Any]], *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
         """Apply blocks and norm to the result of `enter`."""
         for block, arguments in zip(self.blocks, at, strict=True):
             x = self.checkpointed(block)(x, arguments, causal=causal, mask=mask)

@@ -67,13 +67,22 @@ class Decoder(Trunk):
         else:
             self.head = AdaptiveHead(model_dim, vocabulary, cutoffs) if cutoffs else nn.Linear(model_dim, vocabulary)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, *, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
+
+        Packed sequences need segment_ids ``[b t]`` or ``[t]``: `isopos.packed` gives both, and a token sees its own sequence.
 
         With targets ``[b s]``, which follow the last s tokens, it returns their mean cross-entropy in nats instead. The
         logits of an adaptive softmax are log probabilities.
         """
-        x = self.features(tokens, positions, causal=True)
+        x = self.features(tokens, positions, causal=True, segment_ids=segment_ids)
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -273,8 +273,9 @@ class TransformersSubject(Subject):
             abilities.add("static")
         if self.part != "encoder" and hasattr(self.module, "save_pretrained"):
             abilities.add("save")
-        if any(isinstance(a, Scheme) and a.attention == "linear" for a in self.module.modules()):
-            abilities -= {"packing", "static"}  # states of all tokens up to a query's have neither parts nor free slots
+        own = getattr(self.config, "model_type", None) == "isopos"
+        if not own and any(isinstance(a, Scheme) and a.attention == "linear" for a in self.module.modules()):
+            abilities -= {"packing", "static"}  # sums over all tokens up to a query's have neither parts nor free slots
         return frozenset(abilities)
 
     def _cache_name(self) -> str | None:

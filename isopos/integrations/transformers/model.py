@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
@@ -185,6 +186,7 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Logits ``[b t vocabulary]`` of the tokens after input_ids ``[b t]``, the loss of labels, and the cache.
@@ -197,8 +199,14 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: Whether to return a cache; by default in evaluation mode if the configuration says so.
             logits_to_keep: Number of last tokens with logits, or indices of tokens; 0 for all.
             return_dict: Whether the output has names; the default is True.
-            others: ``position_ids`` of these tokens ``[b t]``, no named parameter since ``generate`` would then give the
-                same position to all padding; and arguments of the loss, such as ``num_items_in_batch``.
+            position_ids: ``[b t]`` of these tokens. Without earlier tokens a sample begins where they do not increase from one
+                token to the next, neither of them padding: so ``DataCollatorWithFlattening`` packs samples, which do not see
+                each other. No cache is returned then.
+            others: Arguments of the loss, such as ``num_items_in_batch``.
+
+        Raises:
+            ValueError: For an argument that the model does not serve; for packed samples with ``use_cache=True``, or in several
+                processes.
         """
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             value = others.pop(name, None)
@@ -206,10 +214,15 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name}: expected none, since the model keeps neither embeddings nor weights of attention")
         if input_ids is None:
             raise ValueError("input_ids: expected tokens [b t], got none")
+        segments = None if past_key_values is not None else _segments(position_ids, attention_mask)
+        if segments is not None and (use_cache or self.decoder.group is not None):
+            name, got = ("use_cache", "True") if use_cache else ("position_ids", "some in several processes")
+            raise ValueError(f"{name}: expected none with packed samples, whose position_ids restart, got {got}")
         cached = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cached = cached and segments is None
         if cached and past_key_values is None:
             past_key_values = self.empty_cache()
-        x = self._features(input_ids, attention_mask, others.pop("position_ids", None), past_key_values)
+        x = self._features(input_ids, attention_mask, position_ids, past_key_values, segments)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.head(x[:, rows])
         loss = None
@@ -234,7 +247,9 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # but one of its own
 
-    def _features(self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Tensor:
+    def _features(
+        self, ids: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any, segments: Tensor | None
+    ) -> Tensor:
         """Inputs of the head ``[b t m]``; updates the cache."""
         count, past = ids.shape[1], 0 if cache is None else cache.get_seq_length()
         if mask is not None and (mask.ndim != 2 or mask.shape[1] != past + count):
@@ -253,7 +268,7 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if mask is None else mask[:, past:].bool()
         if cache is None:
             decoder.recompute = self.gradient_checkpointing and self.training
-            return decoder.features(ids, positions, causal=True, mask=mask)
+            return decoder.features(ids, positions, causal=True, mask=mask, segment_ids=segments)
         if not all(isinstance(layer, StateLayer) for layer in cache.layers):
             raise ValueError("past_key_values: expected what this model returned, or model.empty_cache(), got another cache")
         y, at = decoder.enter(ids, x, [layer.state for layer in cache.layers])
@@ -261,6 +276,17 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
             y, state = block(y, arguments, causal=True, mask=mask, return_state=True)
             layer.update(state, count)
         return decoder.norm(y)
+
+
+def _segments(position_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Numbers ``[b t]`` of packed samples, whose positions restart; None if none does, outside a compiler."""
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return None
+    restarts = position_ids.diff(dim=-1) <= 0
+    if mask is not None:
+        restarts = restarts & mask[:, 1:].bool() & mask[:, :-1].bool()
+    restarts = F.pad(restarts, (1, 0))
+    return restarts.cumsum(-1) if torch.compiler.is_compiling() or restarts.any() else None
 
 
 def _scheme(config: Any) -> Scheme:
