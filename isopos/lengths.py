@@ -458,7 +458,7 @@ class _Gene(NamedTuple):
         return _Gene(self.critical, tuple(sorted(draw.choice(pair) for pair in zip(self.slow, other.slow, strict=True))))
 
 
-def extension(name: str, factor: float, trained: int | None = None, **options: Any) -> Extension:
+def extension(name: str, factor: float | None, trained: int | None = None, **options: Any) -> Extension:
     """The rule with a name in `EXTENSIONS`.
 
     Raises:
@@ -475,7 +475,8 @@ def extension(name: str, factor: float, trained: int | None = None, **options: A
     names = [field.name for field in fields(EXTENSIONS[name])]
     if unknown := [option for option in options if option not in names]:
         raise TypeError(f"{name}: unknown option {unknown[0]!r}: {closest(unknown[0], names)}")
-    return EXTENSIONS[name](factor, trained, **options)
+    make: Any = EXTENSIONS[name]
+    return make(factor, trained, **options)  # which checks their values
 
 
 def _series(speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

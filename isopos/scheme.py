@@ -286,7 +286,7 @@ class Scheme(nn.Module):
         """Whether the attention factor applies to some features only."""
         return not (rule.whole_logits or self.encoding.all_extensible)
 
-    def extend(self, name: str, *, factor: float, trained: int | None = None, **options: Any) -> Self:
+    def extend(self, name: str, *, factor: float | None = None, trained: int | None = None, **options: Any) -> Self:
         """Change the frequencies of a rotary scheme, new or trained, for longer sequences: in place; returns the scheme.
 
         Parameters do not change, and a saved file does not contain the extension: extend the scheme again after loading. A
@@ -299,7 +299,7 @@ class Scheme(nn.Module):
 
         Args:
             name: "linear", "dynamic", "yarn", "longrope", "llama3", "dype" or "drop"; see `isopos.lengths`.
-            factor: s, the ratio of sequence lengths, at least 1.
+            factor: s, the ratio of sequence lengths, at least 1; every rule needs it.
             trained: Positions in training, on each axis, for rules that need them.
             options: Options of the rule.
 

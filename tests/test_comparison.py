@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from cases import each
 
 from isopos.lab.recipes import Recipe
 from isopos.lab.reports import page
@@ -104,7 +105,14 @@ def test_a_row_without_a_figure_comes_last(tmp_path):
     result = tmp_path / "rope-0" / "result.json"
     result.write_text(result.read_text().replace('"1": 2.5, "2": 2.5', '"1": null, "2": null'))
     cells = [tuple(row[title] for title in ("scheme", "bits/byte", "to best", "at 4x")) for row in _cells(ranking(tmp_path))]
-    assert cells == [("none", "2.600", "best", "-"), ("rope", "-", "-", "-")]
+    assert cells == [("none", "2.600", "first", "-"), ("rope", "-", "-", "-")]
+
+
+@each(("figures", "word"), [((2.5, 2.6), "best"), ((2.5, 2.5), "first"), ((2.5,), "first")])
+def test_a_row_that_no_other_differs_from_is_no_best_one(tmp_path, figures, word):
+    (folder := tmp_path / str(figures)).mkdir()
+    _folder(folder, {(name, 0): value for name, value in zip(("rope", "none"), figures, strict=False)})
+    assert _cells(ranking(folder))[0]["to best"] == word
 
 
 def test_a_narrow_terminal_leaves_out_what_matters_least(tmp_path):

@@ -383,6 +383,7 @@ def test_a_corpus_may_be_another_task_and_a_row_have_another_scheme_on_it(own, i
         ("scales.tiny", "scales.tyny", "scale: expected one of tiny, small, paper, medium, got 'tyny'; did you mean tiny?"),
         ("longest = 12", "tokenizer = 1", "field of a recipe: expected one of .*, got 'tokenizer'"),
         ('{ lists = ""', '{ list = ""', "order only: corpus: expected one of lists, order, got 'list'"),
+        (TASKS, 'title = "x"', "two.toml: PaperTable: expected citation, baseline, recipe, scales, got none;"),
     ):
         (tmp_path / "two.toml").write_text(TASKS.replace(old, new, 1))
         with pytest.raises(ValueError, match=message):

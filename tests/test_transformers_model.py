@@ -153,7 +153,9 @@ def test_packed_samples_do_not_see_each_other(hf, name):
         out = model(ids, mask, position_ids=x.mT)
         close(out.logits, apart)
         assert out.past_key_values is None
-    with pytest.raises(ValueError, match="use_cache: expected none with packed samples, whose position_ids restart, got True"):
+    with pytest.raises(
+        ValueError, match="use_cache: expected none with packed samples, whose position_ids restart, got True"
+    ):
         model(ids, position_ids=x.mT, use_cache=True)
 
 

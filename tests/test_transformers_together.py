@@ -269,7 +269,7 @@ REFUSED = {
     "Llama": ("4 heads of queries or 2 of keys, got 3", lambda: isopos.alibi(HEAD_DIM, 3, **SOFTMAX)),
     "GPTNeoX": ("4 heads of queries or 4 of keys, got 2", lambda: isopos.alibi(HEAD_DIM, 2, **SOFTMAX)),
     "Gemma": (
-        "one of positions, got one whose keys take steps",
+        "one of positions, got one whose tokens take steps",
         lambda: isopos.rope(HEAD_DIM, 4, decay="forget", **SOFTMAX),
     ),
     "RoFormer": ("acts in attention", lambda: isopos.sinusoidal(HEAD_DIM, HEADS, **SOFTMAX)),

@@ -295,7 +295,9 @@ class Trunk(nn.Module, ABC):
             at = tuple({**arguments, "segment_ids": segment_ids} for arguments in at)
         return self.run_blocks(x, at, causal=causal, mask=mask)
 
-    def run_blocks(self, x: Tensor, at: Sequence[Mapping[str, Any]], *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    def run_blocks(
+        self, x: Tensor, at: Sequence[Mapping[str, Any]], *, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
         """Apply blocks and norm to the result of `enter`."""
         for block, arguments in zip(self.blocks, at, strict=True):
             x = self.checkpointed(block)(x, arguments, causal=causal, mask=mask)

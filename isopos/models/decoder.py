@@ -77,7 +77,7 @@ class Decoder(Trunk):
     ) -> Tensor:
         """Logits ``[b t vocabulary]`` of the tokens after ``[b t]``, at positions ``[t 1]`` or ``[b t 1]`` (0 to t - 1).
 
-        Packed sequences need segment_ids ``[b t]`` or ``[t]``: `isopos.packed` gives both, and a token sees its own sequence.
+        Packed sequences need segment_ids ``[b t]`` or ``[t]``: a token sees its own sequence. `isopos.packed` gives both.
 
         With targets ``[b s]``, which follow the last s tokens, it returns their mean cross-entropy in nats instead. The
         logits of an adaptive softmax are log probabilities.

@@ -199,14 +199,14 @@ class IsoposForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: Whether to return a cache; by default in evaluation mode if the configuration says so.
             logits_to_keep: Number of last tokens with logits, or indices of tokens; 0 for all.
             return_dict: Whether the output has names; the default is True.
-            position_ids: ``[b t]`` of these tokens. Without earlier tokens a sample begins where they do not increase from one
-                token to the next, neither of them padding: so ``DataCollatorWithFlattening`` packs samples, which do not see
-                each other. No cache is returned then.
+            position_ids: ``[b t]`` of these tokens. Without earlier tokens, a sample begins where they do not increase from
+                one token to the next and neither is padding: so ``DataCollatorWithFlattening`` packs samples, which do not
+                see each other. No cache is returned then.
             others: Arguments of the loss, such as ``num_items_in_batch``.
 
         Raises:
-            ValueError: For an argument that the model does not serve; for packed samples with ``use_cache=True``, or in several
-                processes.
+            ValueError: For an argument that the model does not serve; for packed samples with ``use_cache=True``, or in
+                several processes.
         """
         for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
             value = others.pop(name, None)

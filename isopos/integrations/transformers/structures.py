@@ -342,8 +342,8 @@ def _check(
         )
     if scheme.phases and not linear:
         raise ValueError(
-            "scheme: expected one of positions, got one whose keys take steps (decay='forget', selective), for which the "
-            "model's cache of keys has no place"
+            "scheme: expected one of positions, got one whose tokens take steps that depend on them (decay='forget', "
+            "selective, carope, path), which are served in linear attention of causal decoders alone"
         )
     if group.columns not in columns or group.refers_to_rows:
         expected = KNOWN[columns[-1]] + ", or on a line" * (len(columns) > 1)

@@ -143,7 +143,8 @@ def _score(options: Options, console: Console, folder: Path, recipe: Recipe, mod
     choices += f", extended by {options.extend}" if options.extend else ""
     choices += ", not the data of training" * other
     grids.say(console, f"{folder}: {source}, step {step}; {data.name}{choices}")
-    console.print(grids.console_table([*lengths, *(metric.title for metric in metrics), ""], rows))
+    titles = [*lengths, *(metric.title for metric in metrics), *[""] * any(row[-1] for row in rows)]
+    console.print(grids.console_table(titles, [row[: len(titles)] for row in rows]))
     reasons = [row[-1] for view, row in zip(views, rows, strict=True) if figures[str(view.multiple)] is None]
     if reasons and (options.length or len(reasons) == len(rows)):
         raise ValueError(reasons[0])

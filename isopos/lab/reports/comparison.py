@@ -140,10 +140,11 @@ class Ranking:
 
     @property
     def leads(self) -> bool:
-        """Whether the first row is highlighted: it is above chance and, with enough seeds, shown to differ from some row."""
+        """Whether the first row is highlighted: it is above chance and, as far as its seeds show, differs from some row."""
         others = [row.difference for row in self.rows[1:] if row.difference is not None]
-        tied = any(other.seeds >= MIN_SEEDS for other in others) and not any(other.excludes_zero for other in others)
-        return self.above_chance and not tied
+        return self.above_chance and any(
+            other.excludes_zero if other.seeds >= MIN_SEEDS else other.mean != 0 for other in others
+        )
 
     @property
     def numbers(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ cell, one run, may fill several columns. No torch here.
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -235,10 +235,10 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
         expect(kind.__name__, key, hints)
         if wrong := mismatch(values[key], hints[key]):
             raise ValueError(f"{kind.__name__}: {key}: {wrong}")
-    try:
-        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-    except TypeError as error:
-        raise ValueError(f"{kind.__name__}: {error}") from None
+    missing = [a.name for a in fields(kind) if a.default is a.default_factory is MISSING and a.name not in values]
+    if missing:
+        raise ValueError(f"{kind.__name__}: expected {', '.join(missing)}, got none; write them into the file")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def _check(table: PaperTable) -> None:
@@ -250,7 +250,7 @@ def _check(table: PaperTable) -> None:
     if set(table.scales) - {MEDIUM} != set(SCALES):
         raise ValueError(f"scales: expected {', '.join(SCALES)} and perhaps {MEDIUM}, got {', '.join(table.scales)}")
     for corpus in table.corpora or (PaperCorpus(""),):
-        fields = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
+        known = [name for name in preset(corpus.recipe or table.recipe, "paper").names if name not in ("scheme", "seed")]
         changes = [table.edits, *table.scales.values()]
         if corpus.start:
             changes = [{"start": ""}, *table.start_scales.values()]
@@ -267,7 +267,7 @@ def _check(table: PaperTable) -> None:
                 raise ValueError(f"start_scales: expected {wanted}, got {scales}")
         for edits in (*changes, corpus.edits, *corpus.scales.values()):
             for name in edits:
-                expect("field of a recipe", name, fields)
+                expect("field of a recipe", name, known)
         for scale in corpus.scales:
             expect("scale", scale, (*SCALES, MEDIUM))
     for key, row in (("baseline", table.baseline), ("reference", table.reference or table.baseline)):
