@@ -151,7 +151,14 @@ class TokenMap(ABC):
         """Axes ``[*b h]`` of the map, which broadcast to the input's axes."""
         values = ((dims, getattr(self, name)) for name, dims in self._tensors)
         shapes = [dims.leading(value) for dims, value in values if isinstance(value, Tensor)]
-        return broadcast(*shapes, *(part.leading for part in self._parts())) if self._maps else broadcast(*shapes)
+        shapes += [part.leading for part in self._parts()] if self._maps else []
+        try:
+            return broadcast(*shapes)
+        except RuntimeError:
+            got = ", ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(
+                f"isometry: expected parts whose leading dimensions [*b heads] broadcast, got {got}; give them one number of heads"
+            ) from None
 
     def _parts(self) -> Sequence["TokenMap"]:
         """Its inner maps."""

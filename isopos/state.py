@@ -118,7 +118,9 @@ class State:
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor]) -> "State":
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`; ValueError for tensors of something else."""
+        if missing := [name for name in TEXTS if name not in tensors]:
+            raise ValueError(f"tensors: expected those of State.state_dict(), got no {' and '.join(missing)}")
         rest = dict(tensors)
         texts = {name: bytes(rest.pop(name).tolist()).decode() for name in TEXTS}
         return cls(MappingProxyType(rest), texts["fingerprint"], texts["kind"])

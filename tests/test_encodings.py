@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from isopos import bases, couplings, encodings, generators, schemes
+from isopos.attention import linear_attention
 from isopos.encodings import (
     Coupling,
     DirectSum,
@@ -395,6 +396,13 @@ ROTARY = Rotary(FREQUENCY)
 def test_bad_calls(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_parts_have_one_number_of_heads():
+    both = DirectSum([Permutation(torch.stack([torch.randperm(4) for _ in range(heads)])) for heads in (2, 3)], shared=True)
+    with pytest.raises(ValueError, match=r"parts whose leading dimensions \[\*b heads\] broadcast, got \[2\], \[3\]"):
+        linear_attention(*torch.randn(3, 1, 2, 3, 8), isometry=both(sequence(3)))
+
 
 
 @each("columns", [1, 2])

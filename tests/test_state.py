@@ -336,6 +336,11 @@ def test_samples_may_share_keys(kind, each):
     torch.testing.assert_close(torch.cat(found, -2), whole)
 
 
+def test_tensors_of_something_else_are_no_state():
+    with pytest.raises(ValueError, match=r"tensors: expected those of State.state_dict\(\), got no fingerprint and kind"):
+        State.from_state_dict({"weight": torch.zeros(2)})
+
+
 @pytest.mark.parametrize("reaches", [(4, 2), (2, 4), (2, 2), (1, 3)])
 def test_several_clipped_terms_share_the_sum_of_far_keys(reaches):
     q, k, v = inputs(2, t=12, dtype=torch.float64)
