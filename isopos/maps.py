@@ -157,7 +157,7 @@ class TokenMap(ABC):
         except RuntimeError:
             got = ", ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
-                f"isometry: expected parts whose leading dimensions [*b heads] broadcast, got {got}; give them one number of heads"
+                f"isometry: expected parts of one number of heads, as their leading dimensions [*b heads], got {got}"
             ) from None
 
     def _parts(self) -> Sequence["TokenMap"]:

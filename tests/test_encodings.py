@@ -400,9 +400,8 @@ def test_bad_calls(call, message):
 
 def test_parts_have_one_number_of_heads():
     both = DirectSum([Permutation(torch.stack([torch.randperm(4) for _ in range(heads)])) for heads in (2, 3)], shared=True)
-    with pytest.raises(ValueError, match=r"parts whose leading dimensions \[\*b heads\] broadcast, got \[2\], \[3\]"):
+    with pytest.raises(ValueError, match=r"parts of one number of heads, .* got \[2\], \[3\]"):
         linear_attention(*torch.randn(3, 1, 2, 3, 8), isometry=both(sequence(3)))
-
 
 
 @each("columns", [1, 2])
