@@ -220,6 +220,8 @@ class Rotary(Encoding):
         """Angles are float64; their cosines and sines are rounded once to `dtype`."""
         self.group.check(x)
         self.check_length(x)
+        if isinstance(self.group, Ring) and not x.is_floating_point():
+            x = x % self.group.period  # exact however often they go around
         return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
     def check_length(self, *xs: Tensor) -> None:

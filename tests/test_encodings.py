@@ -398,6 +398,13 @@ def test_bad_calls(call, message):
         call()
 
 
+@each("far", [2**40, -(2**40), 2**55])
+def test_a_ring_goes_around_any_number_of_times(far):
+    rho, x = schemes.ape_ring(8, 2, period=96).encoding, torch.arange(96)[:, None]
+    q = torch.randn(1, 2, 96, 8)
+    assert torch.equal(rho(x + 96 * far)(q), rho(x)(q))
+
+
 def test_parts_have_one_number_of_heads():
     both = DirectSum([Permutation(torch.stack([torch.randperm(4) for _ in range(heads)])) for heads in (2, 3)], shared=True)
     with pytest.raises(ValueError, match=r"parts of one number of heads, .* got \[2\], \[3\]"):
