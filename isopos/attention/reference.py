@@ -2,7 +2,7 @@
 
     y_i = o_i (sum_j w_ij (c_j v_j + row_ij) / sum_j w_ij)
 
-    linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|)
+    linear:   w_ij = (<rho_i phi(q_i), rho_j phi(k_j)> + term_ij) exp(-|g_i - g_j|), causal ones exp(g_i - g_j)
     softmax:  w_ij = exp(scale <rho_i q_i, rho_j k_j> l_ij + term_ij + attn_mask_ij - |g_i - g_j|)
 
 c_j and o_i are the maps of values and of outputs in `transport`. Sums are over the keys j that take part: keys that are not
@@ -66,7 +66,8 @@ def linear(
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     factor = part.to(q.dtype)
     if decay is not None:
-        exponents = _exponents(decay)  # on the CPU if the device has no float64
+        exponents = _differences(decay)  # on the CPU if the device has no float64
+        exponents = exponents.tril(k.shape[-2] - q.shape[-2]) if causal else -exponents.abs()
         factor = cast_down(torch.where(part.to(exponents.device), exponents, -torch.inf).exp(), q.dtype, q.device)
     if denominator == "complex":
         a, b = ((x[..., ::2], x[..., 1::2]) for x in (rho_q(q), rho_k(k)))
@@ -112,7 +113,7 @@ def softmax(
         if term.side != "value":
             logits = logits + (1 if term.side == "none" else scale) * scores(term, q, k)
     if decay is not None:
-        logits = logits + cast_down(_exponents(decay), logits.dtype, logits.device)
+        logits = logits + cast_down(-_differences(decay).abs(), logits.dtype, logits.device)
     part = _takes_part(q, k, causal, mask, window, segment_ids)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         part = part & attn_mask
@@ -185,9 +186,9 @@ def _without(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None, :, None], x, 0)
 
 
-def _exponents(decay: Pair) -> Tensor:
+def _differences(decay: Pair) -> Tensor:
     g_q, g_k = pair(decay)
-    return -(g_q[..., :, None] - g_k[..., None, :]).abs()
+    return g_q[..., :, None] - g_k[..., None, :]
 
 
 def _clipped(term: Clipped) -> Tensor:
