@@ -115,6 +115,14 @@ def test_with_rays_tokens_are_colours_and_lines():
     assert (data.logits(model, turned, positions, answers)[0] - logits).abs().max() > 1e-3, "other rays change predictions"
 
 
+def test_chance_counts_rooms_whose_pixels_are_alike():
+    recipe, data = ready("prope")
+    share, count = data.chance(recipe)
+    labels = data.labels("validation")[data.spread("validation", data.limit)]
+    assert count == len(labels) < labels.size
+    assert share == np.unique(labels, return_counts=True)[1].max() / labels.size
+
+
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_predictions_do_not_depend_on_the_frame_of_the_world(kind):
     recipe, data = ready(f"prope:attention={kind}")

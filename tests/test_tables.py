@@ -240,7 +240,7 @@ def test_a_damaged_table_is_one_clear_error(tmp_path, old, new, message):
 def test_spearman_with_ties():
     assert spearman([1, 2, 3], [3, 2, 1]) == -1
     assert spearman([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9486832980505138)  # as SciPy's spearmanr
-    assert spearman([1, 1], [1, 2]) != spearman([1, 1], [1, 2])
+    assert spearman([1, 1], [1, 2]) is None
     assert spearman([1, 2, 3, math.inf], [1, 2, 3, 4]) == 1
     assert spearman([30.10, 30.15, 30.05, 2e5], [1, 2, 3, 4]) == pytest.approx(0.4)
 

@@ -95,6 +95,19 @@ def test_formats_agree(tmp_path):
     assert lists.branches == lines.branches == 3
 
 
+def test_trees_that_are_equal_for_a_model_are_in_one_split(tmp_path):
+    """Whatever the labels that it does not see, and the white space."""
+    leaves = [tuple(f"{m:07b}") for m in range(120)]  # every word is in train
+    lines = [f"({n} " + " ".join(f"({n + 1} {word})" for word in words) + ")" for words in leaves for n in range(3)]
+    table = ["label\ttree", *(f"{n}\t(and{' ' * n}{' '.join(words)})" for words in leaves for n in (1, 2))]
+    for path, rows in ((tmp_path / "a.txt", lines), (tmp_path / "b.tsv", table)):
+        path.write_text("\n".join(rows) + "\n")
+        data = treebank.load_trees(str(path))
+        splits = [{text for text, _ in read(data, split)} for split in ("train", "validation", "test")]
+        assert all(splits)
+        assert sum(map(len, splits)) == len(set.union(*splits)) == 120
+
+
 def test_labels_of_inner_nodes_are_hidden_or_seen(tmp_path):
     folder = tmp_path / "trees"  # beside the cache
     folder.mkdir()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isopos.lab.reports.grids import markdown
-from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, spearman, to_best
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, correlation_text, spearman, to_best
 from isopos.lab.reports.paper import RESULTS
 from isopos.lab.runs.files import read_json
 from isopos.lab.tables.loader import PaperTable, load_table
@@ -252,19 +252,20 @@ def _ranks(table: ResultTable, column: str, paper: Mapping[str, float]) -> str:
     """Rank correlation with the paper: of all rows, without the baseline, and without the most influential row."""
     ours = {row: figure for row, (figure, _) in table.ours[column].items()}
 
-    def correlation(*omitted: str) -> float:
+    def correlation(*omitted: str) -> float | None:
         rows = [row for row in paper if row not in omitted]
         return spearman([paper[row] for row in rows], [ours[row] for row in rows])
 
     text, base = (
-        f"{column}: rank correlation with the paper {correlation():+.2f} over {len(paper)} rows",
+        f"{column}: rank correlation with the paper {correlation_text(correlation())} over {len(paper)} rows",
         table.layout.baseline,
     )
     if base in paper and len(paper) > FEW:
-        text += f", {correlation(base):+.2f} without {base}"
-    if base in paper and len(paper) > FEW + 2:
-        influential = min((row for row in paper if row != base), key=lambda row: correlation(base, row))
-        text += f", {correlation(base, influential):+.2f} without {base} and {influential}"
+        text += f", {correlation_text(correlation(base))} without {base}"
+    without = {row: value for row in paper if row != base and (value := correlation(base, row)) is not None}
+    if base in paper and len(paper) > FEW + 2 and without:
+        influential = min(without, key=lambda row: without[row])
+        text += f", {correlation_text(correlation(base, influential))} without {base} and {influential}"
     return text + "."
 
 

@@ -23,7 +23,7 @@ from isopos.lab.data.prepare import SPLITS, preparing
 from isopos.lab.data.sources import Source, find_source, lines_of, row_error
 from isopos.trees import Unread, read
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 NODE, UNKNOWN = "()", "<unk>"
 COUNTS = {"train": 5000, "validation": 1000, "test": 1000}  # random trees
 DEPTH, NODES = 6, (6, 30)
@@ -165,15 +165,15 @@ def _tree(row: LabelledRow, inner: bool) -> Read:
         rows, labels = read(value)
     except Unread as error:
         raise row_error(row.file, row.line, problem_of(error), error.at + row.start) from None
-    rows = np.array(rows)
-    if row.label:
-        return Read(row._replace(values=(value if isinstance(value, str) else tree_text(labels, rows),)), rows, labels)
-    row = row._replace(label=labels[0])
-    if len(rows) == 1:
-        raise row_error(
-            row.file, row.line, f"expected a label and a tree, as (label child ...), got {labels[0][:40]!r} alone", 1
-        )
-    return Read(row, *(_hidden(rows, labels) if not inner else (rows, [None, *labels[1:]])))
+    rows, shown = np.array(rows), list[str | None](labels)
+    if not row.label:
+        row = row._replace(label=labels[0])
+        if len(rows) == 1:
+            raise row_error(
+                row.file, row.line, f"expected a label and a tree, as (label child ...), got {labels[0][:40]!r} alone", 1
+            )
+        rows, shown = (rows, [None, *labels[1:]]) if inner else _hidden(rows, labels)
+    return Read(row._replace(values=(tree_text(shown, rows),)), rows, shown)  # equal trees, as models see them, in one split
 
 
 def _hidden(rows: np.ndarray, labels: Sequence[str]) -> tuple[np.ndarray, list[str | None]]:

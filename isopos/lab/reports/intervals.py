@@ -169,8 +169,8 @@ def _trigamma(x: float) -> float:
     return total + 1 / x + 1 / (2 * x**2) + 1 / (6 * x**3) - 1 / (30 * x**5) + 1 / (42 * x**7)
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation. NaN if all values of one side are equal.
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Rank correlation; None if all values of one side are equal.
 
     Equal values share the mean of their ranks; those are equal that differ by less than a millionth of the largest.
 
@@ -182,8 +182,13 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """
     ranks = [_ranks(a), _ranks(b)]
     if any(len(set(side)) == 1 for side in ranks):
-        return float("nan")
+        return None
     return round(statistics.correlation(*ranks), 12)
+
+
+def correlation_text(value: float | None) -> str:
+    """A rank correlation, with its sign."""
+    return "undefined" if value is None else f"{value:+.2f}"
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

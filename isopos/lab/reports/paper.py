@@ -14,7 +14,7 @@ from rich.table import Table
 
 from isopos.lab.recipes import PLACEMENT, Recipe
 from isopos.lab.reports import grids, rates
-from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, spearman, to_best
+from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, correlation_text, spearman, to_best
 from isopos.lab.reports.plots import line_style, literal, plain, svg_text
 from isopos.lab.runs.files import write_json, write_text
 from isopos.lab.tables.loader import (
@@ -415,8 +415,9 @@ def _ranks(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, An
         rank = table.metric(column).rank
         names, theirs, ours = zip(*pairs, strict=True)
         first, second = (_order(names, [*map(rank, figures)]) for figures in (theirs, ours))
+        correlation = correlation_text(spearman(theirs, ours))
         yield (
-            f"{column.title}: rank correlation with the paper {spearman(theirs, ours):+.2f} over {len(pairs)} rows. "
+            f"{column.title}: rank correlation with the paper {correlation} over {len(pairs)} rows. "
             f"Best first, paper: {first}; ours: {second}."
         )
 
@@ -430,9 +431,10 @@ def _early_order(table: PaperTable, rows: Sequence[RowResults], about: Mapping[s
         if early:
             rank = _main(table, corpus).rank
             before, after = ([rank(curve[step]) for curve in curves.values()] for step in (early, steps[-1]))
+            correlation = correlation_text(spearman(before, after))
             yield (
                 f"{corpus or 'Validation'}: order after {early:,} and after {steps[-1]:,} updates, rank correlation "
-                f"{spearman(before, after):+.2f} over {len(curves)} rows. Best first, then: {_order(curves, before)}; "
+                f"{correlation} over {len(curves)} rows. Best first, then: {_order(curves, before)}; "
                 f"in the end: {_order(curves, after)}."
             )
 

@@ -132,8 +132,8 @@ class Samples(Data):
     def batch(self, recipe: Recipe, step: int, rank: int = 0, ranks: int = 1) -> "tuple[Tensor, ...]":
         """The tensors of a rank's share of a step.
 
-        An epoch has every sample once, except the remainder after its last whole batch. A batch has samples of similar
-        sizes.
+        An epoch has every sample once, except the remainder after its last whole batch; the first one begins with its
+        second batch, since steps count from 1. A batch has samples of similar sizes.
         """
         count = recipe.training.batch
         if count % ranks or not 0 <= rank < ranks:

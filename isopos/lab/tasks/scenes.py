@@ -102,6 +102,11 @@ class SceneSamples(Labelled):
         self.sizes = {split: np.full(count, task.tokens) for split, count in counts.items()}
         self.summary = f"{' + '.join(map(str, counts.values()))} rooms of {task.context + 1} views"
 
+    def chance(self, recipe: Recipe) -> tuple[float, int] | None:
+        """The share of the most frequent colour, and the number of rooms: colours of one room are not independent."""
+        found = super().chance(recipe)
+        return found and (found[0], len(self.spread("validation", self.limit)))
+
     def tensors(self, split: str, rows: np.ndarray, recipe: Recipe, step: int | None = None) -> "tuple[Tensor, ...]":
         """Tokens, positions ``[t c]`` or, of cameras, ``[b t 18]``, and the colours of the last view ``[b n]``.
 

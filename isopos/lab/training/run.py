@@ -1,6 +1,7 @@
 """One run: checks before it starts, training from start or checkpoint to result, and the time of its steps.
 
-The batch of step n is a function of (seed, n), and weights that schemes share start equal: runs of one seed are paired.
+The batch of step n is a function of (seed, n), and weights that schemes share start equal: runs of one seed are paired. Only
+schemes with wider queries and keys, and other kinds of attention, draw other initial weights after these.
 """
 
 import copy
