@@ -23,7 +23,7 @@ from isopos.lengths import Extension, extension
 from isopos.maps import Adjoint, Mapped, TokenMap, pair
 from isopos.parallel import Shards, joined, shards
 from isopos.phases import ContentFrequency, ForgetGate, HouseholderProduct, Phase, SelectiveRotation
-from isopos.positions import Group, Line, Ring
+from isopos.positions import Group, Line
 from isopos.state import State, expect_state
 from isopos.terms import Indexed, Term
 
@@ -223,8 +223,8 @@ class Scheme(nn.Module):
         bias = self.bias
         if bias is None:
             return
-        around = isinstance(group, Ring) and not isinstance(bias.group, Ring)  # offsets on a line do not go around
-        if around or bias.group.columns != group.columns or bias.heads not in (1, self.heads):
+        axes, of_bias = ([(type(leaf), getattr(leaf, "period", 0)) for leaf in one.leaves] for one in (group, bias.group))
+        if axes != of_bias or bias.heads not in (1, self.heads):  # offsets on a line do not go around a ring
             raise ValueError(
                 f"bias: expected positions of {group} and {self.heads} heads, got {bias.group} and {bias.heads} heads"
             )

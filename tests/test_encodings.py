@@ -381,6 +381,7 @@ ROTARY = Rotary(FREQUENCY)
         (lambda: InBasis(ROTARY, bases.OddEven(6)), "basis: expected 4 features as the encoding, got 6"),
         (lambda: DirectSum([]), "one or more encodings"),
         (lambda: DirectSum([3]), r"encodings, got \[3\]"),
+        (lambda: Rotary(torch.ones(1, 2, 1), group=Product((Line(), Ring(6)))), "group: expected a line, a grid or a ring"),
         (lambda: Product(3), "parts: expected one or more groups, got 3"),
         (lambda: DirectSum([ROTARY, Permutation(permutations())], shared=True), "one group to share"),
         (lambda: Partial(ROTARY, 2), "at least 4 as the encoding, got 2"),

@@ -1070,6 +1070,9 @@ def test_scales_beyond_float16_stay_inside_attention():
     close(out, exact, roundings=8)
 
 
+RING = encodings.Rotary(torch.full((1, 1, 1), 2 * math.pi / 6), group=Ring(6))
+
+
 @each(
     ("parts", "message"),
     [
@@ -1078,12 +1081,14 @@ def test_scales_beyond_float16_stay_inside_attention():
             "inside: expected False with a relative bias",
         ),
         ({"attention": "softmax", "bias": biases.T5(4)}, "bias: expected positions of .* and 2 heads"),
+        ({"encoding": encodings.DirectSum([RING] * 2), "bias": biases.ClippedKeys(2, 4, axes=2)}, "bias: expected"),
+        ({"encoding": encodings.DirectSum([RING]), "bias": biases.ClippedKeys(2, 2)}, "bias: expected positions of"),
         ({"attention": "softmax", "bias": biases.ClippedKeys(2, 8, axes=2)}, "bias: expected positions of"),
     ],
 )
 def test_parts_that_do_not_fit(parts, message):
     with pytest.raises(ValueError, match=message):
-        schemes.Scheme(encodings.Identity(8), 2, **parts)
+        schemes.Scheme(**{"encoding": encodings.Identity(8), "heads": 2} | parts)
 
 
 @each(
