@@ -478,6 +478,15 @@ def test_a_change_is_one_of_large_numbers_or_of_one(size, change, holds):
     assert found.holds == holds
 
 
+@each("row", [0, -1])
+def test_positions_that_count_from_a_token_of_the_call_are_found(row):
+    class Counting(encodings.Rotary):
+        def forward(self, x, dtype=torch.float32):
+            return super().forward(x - x[..., row, None, :], dtype)
+
+    assert "batch" in isopos.laws.check(Counting(torch.rand(1, 1, 4))).broken
+
+
 @each("extreme", [isopos.wire(8, 2, axes=64), isopos.xpos(8, 2, length=1e300)])
 def test_extreme_options_are_measured(extreme):
     """A grid of 64 axes, of which a side of 2 has 2^64 positions, and positions up to a limit beyond int64."""

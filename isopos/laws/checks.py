@@ -422,10 +422,11 @@ def _batch(probe: _Probe) -> Finding:
         together = side(x, torch.float64)(q)
         error = max(error, _largest(together - alone) if together.shape == alone.shape else math.inf)
         if not coupling.group.refers_to_rows:
-            count = TOKENS - 2
-            part = side(x[0, :count], torch.float64)(q[:1, ..., :count, :])
-            error = max(error, _largest(part - side(x[0], torch.float64)(q[:1])[..., :count, :]))
-    note = "largest difference between samples, or the first tokens, together and alone; tables are [*b h t .]"
+            first, last = slice(0, TOKENS - 2), slice(2, TOKENS)  # without class tokens, the last ones mean the same alone
+            for some in (first,) if coupling.outside else (first, last):
+                part = side(x[0, some], torch.float64)(q[:1, ..., some, :])
+                error = max(error, _largest(part - side(x[0], torch.float64)(q[:1])[..., some, :]))
+    note = "largest difference between samples, or some of the tokens, together and alone; tables are [*b h t .]"
     return _law("batch", error, note)
 
 
