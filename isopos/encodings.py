@@ -202,7 +202,7 @@ class Rotary(Encoding):
         self.group = group or lines(columns)
         if self.group.columns != columns:
             raise ValueError(f"frequency: expected {self.group.columns} coordinates for {self.group}, got {columns}")
-        if any(not isinstance(leaf, Line) for leaf in self.group.leaves) and not isinstance(self.group, Ring):
+        if not (self.group.is_grid or isinstance(self.group, Ring)):
             raise ValueError(f"group: expected a line, a grid or a ring, got {self.group}; DirectSum joins lines and rings")
         if isinstance(self.group, Ring):
             whole = constant(frequency) * self.group.period / (2 * math.pi)

@@ -425,7 +425,7 @@ def _batch(probe: _Probe) -> Finding:
             first, last = slice(0, TOKENS - 2), slice(2, TOKENS)  # without class tokens, the last ones mean the same alone
             for some in (first,) if coupling.outside else (first, last):
                 part = side(x[0, some], torch.float64)(q[:1, ..., some, :])
-                error = max(error, _largest(part - side(x[0], torch.float64)(q[:1])[..., some, :]))
+                error = max(error, _largest(part - alone[:1, ..., some, :]))
     note = "largest difference between samples, or some of the tokens, together and alone; tables are [*b h t .]"
     return _law("batch", error, note)
 
