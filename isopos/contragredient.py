@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isopos.catalog import at_least, instances
 from isopos.deprecation import renamed
-from isopos.encodings import Coupling, Encoding, Side, Sided, rescaled_parts, shortest
+from isopos.encodings import Coupling, Encoding, Side, Sided, refusal_of_shared, rescaled_parts, shortest
 from isopos.exact import cast_down, constant, is_exporting, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Blocks, Composed, Identity, Rotation, Scaling, Shear, Tiles, TokenMap
@@ -173,10 +173,7 @@ class ContragredientSum(Contragredient):
         self.is_causal = any(part.is_causal for part in parts)
 
     def refusal(self, rule: Extension) -> str:
-        turning = [part for part in self.parts if isinstance(part, Coupling) and part.extensible]
-        if not (self.shared and rule.by_series and len(turning) > 1):
-            return ""
-        return f"expected linear or llama3 for parts with a coordinate in common, got {rule.name}, which needs all pairs"
+        return refusal_of_shared(self.parts, rule) if self.shared else ""
 
     def _at(self, x: Tensor, dtype: torch.dtype, side: Side) -> TokenMap:
         columns = self.group.split(x) if isinstance(self.group, Product) and not self.shared else (x,) * len(self.parts)

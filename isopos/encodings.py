@@ -516,6 +516,9 @@ class DirectSum(Encoding):
         columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
         parts = tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True))
         return BlockSum(parts, self.widths, self.returned)
+    def refusal(self, rule: Extension) -> str:
+        return refusal_of_shared(self.parts, rule) if self.shared else ""
+
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return rescaled_parts(self.parts, rho, factor)
@@ -560,3 +563,22 @@ def rescaled_parts(parts: Iterable[Any], rho: TokenMap, factor: float) -> TokenM
     assert isinstance(rho, BlockSum | Blocks)
     each = (inner if part is None else part.rescaled(inner, factor) for part, inner in zip(parts, rho.parts, strict=True))
     return maps.side_by_side(tuple(each), rho.widths, rho.returned)
+def refusal_of_shared(parts: Iterable[nn.Module], rule: Extension) -> str:
+    """The reason why a rule that needs all pairs of an axis does not apply to parts with the same coordinates, or ""."""
+    turning = [columns for part in parts for columns in [_turning(part)] if columns]
+    if not rule.by_series or sum(map(len, turning)) == len(set().union(*turning)):
+        return ""
+    return f"expected linear or llama3 for parts that rotate along the same axis, got {rule.name}, which needs all its pairs"
+
+
+def _turning(part: nn.Module) -> set[int]:
+    """Columns of positions along which a part rotates by frequencies that an extension may change."""
+    columns: set[int] = set()
+    for module in part.modules():
+        if isinstance(module, Coupling) and module.extensible:
+            is_fixed = isinstance(module, Rotary) and module.group == getattr(part, "group", None)
+            moved = module.parameter.detach().any(0).any(-1).tolist() if is_fixed else [True] * module.group.columns
+            columns |= {column for column, moves in enumerate(moved) if moves}
+    return columns
+
+

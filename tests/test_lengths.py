@@ -11,7 +11,7 @@ from canonical import canonical, score
 from cases import HEADS, close, each, gradients, inputs, ordered, perturb, stream
 
 import isopos
-from isopos import Decoder, contragredient, encodings, laws, schemes
+from isopos import Decoder, bases, contragredient, encodings, laws, schemes
 from isopos.attention import softmax_attention
 from isopos.encodings import rope_frequencies
 from isopos.lengths import EXTENSIONS, LongRope, Yarn, extension, search
@@ -644,3 +644,34 @@ def test_blocks_refuse_rules_that_would_split_them(size, order, rule, options):
         scheme.extend(rule, factor=4, trained=64, **options)
     assert scheme.extension is None
     scheme.extend("linear", factor=4)
+
+
+def _shared(*parts, sum_of=encodings.DirectSum):
+    return schemes.compose(sum_of(parts, shared=True), 2, {"attention": "softmax"})
+
+
+@each("sum_of", [encodings.DirectSum, contragredient.ContragredientSum])
+@each("name", ["dynamic", "yarn", "dype"])
+def test_parts_along_one_axis_refuse_rules_of_whole_series(name, sum_of):
+    """Each part would be a series by itself: two of 4 pairs would not be extended as one of 8."""
+    fast, slow = (encodings.Rotary(w[None, None]) for w in rope_frequencies(8).chunk(2))
+    wrapped = encodings.Partial(encodings.InBasis(slow, bases.Householder(torch.ones(2, 8))), 10)
+    for parts in ((fast, slow), (fast, wrapped)):
+        scheme = _shared(*copy.deepcopy(parts), sum_of=sum_of)
+        with pytest.raises(ValueError, match=rf"^extend: .* along the same axis, got {name}, which needs all its pairs"):
+            scheme.extend(name, factor=4, trained=64)
+        assert scheme.extension is None
+        scheme.extend("linear", factor=4)
+    _shared(fast, encodings.Identity(4, fast.group), sum_of=sum_of).extend(name, factor=4, trained=64)
+
+
+def test_parts_along_separate_axes_are_separate_series():
+    """As both kinds of a grid's sum, and as one rotation with features of each axis."""
+    series = rope_frequencies(4)
+    rows, columns = (torch.eye(2, dtype=torch.float64)[axis, :, None] * series for axis in range(2))
+    shared = _shared(*(encodings.Rotary(w[None]) for w in (rows, columns))).extend("dynamic", factor=4)
+    apart = schemes.compose(encodings.DirectSum([encodings.Rotary(series[None, None]) for _ in range(2)]), 2, {})
+    x, content = grid(6, 5), torch.randn(1, 2, 30, 16, dtype=torch.float64)
+    for scheme in (shared, apart.extend("dynamic", factor=4)):
+        whole = encodings.Rotary(torch.cat([extension("dynamic", 4)(w[None]) for w in (rows, columns)], -1))
+        close(scheme.encoding(x, torch.float64)(content), whole(x, torch.float64)(content))
