@@ -469,6 +469,11 @@ class InBasis(Encoding):
         if basis.widening * basis.features != encoding.features:
             got = basis.widening * basis.features
             raise ValueError(f"basis: expected {encoding.features} features as the encoding, got {got}")
+        if basis.widening == 2 and encoding.is_lift:
+            got = f"{type(encoding).__name__} with lift=True, which maps real features"
+            raise ValueError(
+                f"encoding: expected one of pairs, complex features, as those of {type(basis).__name__}, got {got}"
+            )
         self.encoding, self.basis = encoding, basis
         self.is_complex, self.is_trivial = encoding.is_complex and basis.is_complex, encoding.is_trivial
         self.order, self.is_lift, self.is_paired = encoding.order, encoding.is_lift, basis.widening == 2
@@ -511,14 +516,14 @@ class DirectSum(Encoding):
         self.features, self.out_features = sum(self.widths), sum(self.returned)
         self.max_length = shortest(parts)
 
+    def refusal(self, rule: Extension) -> str:
+        return refusal_of_shared(self.parts, rule) if self.shared else ""
+
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         self.group.check(x)
         columns = (x,) * len(self.parts) if self.shared else self.group.split(x)  # pyright: ignore[reportAttributeAccessIssue]
         parts = tuple(part(a, dtype) for part, a in zip(self.parts, columns, strict=True))
         return BlockSum(parts, self.widths, self.returned)
-    def refusal(self, rule: Extension) -> str:
-        return refusal_of_shared(self.parts, rule) if self.shared else ""
-
 
     def rescaled(self, rho: TokenMap, factor: float) -> TokenMap:
         return rescaled_parts(self.parts, rho, factor)
@@ -558,11 +563,6 @@ def shortest(parts: Iterable[Any]) -> int | None:
     return min((part.max_length for part in parts if part.max_length is not None), default=None)
 
 
-def rescaled_parts(parts: Iterable[Any], rho: TokenMap, factor: float) -> TokenMap:
-    """`Coupling.rescaled` of couplings side by side, of which None has nothing to rescale."""
-    assert isinstance(rho, BlockSum | Blocks)
-    each = (inner if part is None else part.rescaled(inner, factor) for part, inner in zip(parts, rho.parts, strict=True))
-    return maps.side_by_side(tuple(each), rho.widths, rho.returned)
 def refusal_of_shared(parts: Iterable[nn.Module], rule: Extension) -> str:
     """The reason why a rule that needs all pairs of an axis does not apply to parts with the same coordinates, or ""."""
     turning = [columns for part in parts for columns in [_turning(part)] if columns]
@@ -582,3 +582,8 @@ def _turning(part: nn.Module) -> set[int]:
     return columns
 
 
+def rescaled_parts(parts: Iterable[Any], rho: TokenMap, factor: float) -> TokenMap:
+    """`Coupling.rescaled` of couplings side by side, of which None has nothing to rescale."""
+    assert isinstance(rho, BlockSum | Blocks)
+    each = (inner if part is None else part.rescaled(inner, factor) for part, inner in zip(parts, rho.parts, strict=True))
+    return maps.side_by_side(tuple(each), rho.widths, rho.returned)

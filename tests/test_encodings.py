@@ -340,6 +340,12 @@ def test_partial_leaves_the_rest_alone():
     close(Partial(part, 4)(x, torch.float64)(q[..., :4]), y[..., :4])
 
 
+def test_a_basis_of_complex_features_refuses_a_lift_of_real_ones():
+    lift = Rotary(encodings.rope_frequencies(16)[None, None], lift=True)
+    with pytest.raises(ValueError, match=r"encoding: expected one of pairs, complex features, .* got Rotary with lift=True"):
+        encodings.InBasis(lift, bases.Spectrum(8))
+
+
 def test_in_basis_applies_the_basis_first():
     (q, *_), x = inputs(1, t=T), Line().random(T)
     rotary, basis = Rotary(rope_frequencies(4)[None, None]), bases.Fourier(HEAD_DIM)
