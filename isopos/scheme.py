@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Never, Self, TypedDict, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -341,12 +342,8 @@ class Scheme(nn.Module):
             kind = type(module).__name__
             digest.update(f"{name} {FORMER.get(kind, kind)}".encode())
             for key, value in sorted((vars(module) | {"training": True}).items()):
-                if key.startswith("_"):  # attributes of PyTorch, hooks, and other libraries
-                    continue
-                if isinstance(value, Tensor):
-                    digest.update(key.encode() + value.contiguous().numpy().tobytes())
-                elif isinstance(value, bool | int | float | str | Group | Extension):
-                    digest.update(f"{key}={value}".encode())
+                if not key.startswith("_") and (module is not self or key != "origin"):  # those of PyTorch, and hooks
+                    digest.update(_constants(key, value))
         return digest.hexdigest()
 
     @property
@@ -593,3 +590,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for parameter in model.parameters():
         (others if parameter.ndim < 2 or id(parameter) in exempt else weights).append(parameter)
     return [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _constants(name: str, value: Any) -> bytes:
+    """The name and value of a module's constant, also of those in lists, tuples and dicts; nothing for other objects."""
+    if isinstance(value, list | tuple | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return b"".join(_constants(f"{name}.{key}", item) for key, item in items)
+    if isinstance(value, Tensor):
+        return name.encode() + value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray | np.generic):
+        return name.encode() + value.tobytes()
+    return f"{name}={value}".encode() if isinstance(value, bool | int | float | complex | str | Group | Extension) else b""

@@ -1,5 +1,8 @@
 """Test calls of a scheme, and one scheme for the streams of several layers."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -129,6 +132,27 @@ def test_a_fingerprint_covers_only_choices_of_isopos():
     marked = isopos.t5(8, 2)
     marked.encoding._is_hf_initialized = True  # as transformers marks all modules
     assert marked.fingerprint == isopos.t5(8, 2).fingerprint
+
+
+@each(
+    ("one", "other"),
+    [
+        ((1, 2), (1, 3)),
+        ([torch.ones(2)], [torch.zeros(2)]),
+        ([np.ones(2)], [np.zeros(2)]),
+        ({"a": [0.5]}, {"a": [0.25]}),
+        (torch.tensor(1, dtype=torch.bfloat16), torch.tensor(2, dtype=torch.bfloat16)),
+        (np.float64(1), np.float64(2)),
+        (1j, 2j),
+    ],
+)
+def test_a_fingerprint_covers_constants_wherever_they_are(one, other):
+    def fingerprint(constant):
+        encoding = isopos.rope(8, 2).encoding
+        encoding.constant = constant
+        return schemes.compose(encoding, 2, {}).fingerprint
+
+    assert fingerprint(one) == fingerprint(copy.deepcopy(one)) != fingerprint(other)
 
 
 def test_a_scheme_knows_how_it_was_made():
