@@ -39,7 +39,8 @@ def test_every_scheme_obeys_what_it_promises(case):
     names -= {"seen", "path"}
     if isinstance(scheme.encoding, encodings.Encoding):
         property_only = {"unitary"} if case.name == "path" and "strength" not in case.options else set()
-        assert names == (OF_ENCODINGS - property_only) | {"attention"} | ({"exact"} if scheme.group.is_grid else set())
+        unlimited = scheme.group.is_grid and scheme.encoding.max_length is None
+        assert names == (OF_ENCODINGS - property_only) | {"attention"} | ({"exact"} if unlimited else set())
         if scheme.embedding is scheme.bias is None and case.both_ways:
             assert report["directional"].holds == case.directed
     elif isinstance(scheme.encoding, contragredient.Contragredient):
@@ -322,6 +323,22 @@ def test_widths_are_compared_with_what_is_declared():
         assert "width" in report.broken
         assert not report.holds
         assert report["width"].note == f"its maps take 4 features and return 4; {found}"
+
+
+def test_real_positions_are_tried():
+    """An encoding of a real line that rounds its positions is relative at integers only."""
+    rounding = _of_width(4, 4, lambda self, x, dtype=torch.float32: _rotate(self, x.long(), dtype))
+    assert "relative" in laws.check(rounding).broken
+    rounding.group = Line()
+    assert laws.check(rounding).holds
+
+
+def test_a_sum_with_a_tree_has_no_inverse_and_every_other_law():
+    rotary = encodings.Rotary(encodings.rope_frequencies(2)[None, None])
+    report = laws.check(contragredient.ContragredientSum([rotary, encodings.TreePath(tree_generator())]))
+    assert report.holds
+    assert {"homomorphism", "identity", "relative"} <= {finding.name for finding in report.findings}
+    assert "decomposable" not in {finding.name for finding in report.findings}
 
 
 def test_what_returns_no_map_could_not_be_measured():
