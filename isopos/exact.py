@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -147,6 +148,18 @@ def broadcast(*shapes: torch.Size) -> torch.Size:
         if shape != shapes[0]:
             return torch.broadcast_shapes(*shapes)
     return shapes[0] if shapes else torch.Size()
+
+
+def constants(name: str, value: Any, others: tuple[type, ...] = ()) -> bytes:
+    """The name and the value of a constant: of `others` the repr, of lists, tuples and dicts each item; else b""."""
+    if isinstance(value, list | tuple | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return b"".join(constants(f"{name}.{key}", item, others) for key, item in items)
+    if isinstance(value, Tensor):
+        return name.encode() + value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray | np.generic):
+        return name.encode() + value.tobytes()
+    return f"{name}={value}".encode() if isinstance(value, (bool, int, float, complex, str, *others)) else b""
 
 
 def describe(value: Any) -> str:

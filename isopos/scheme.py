@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Never, Self, TypedDict, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from isopos.decays import RATES, Decay
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
 from isopos.encodings import Coupling, shortest
-from isopos.exact import ExactModule, appended, cast_down, describe, to_float64
+from isopos.exact import ExactModule, appended, cast_down, constants, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
 from isopos.lengths import Extension, extension
@@ -341,9 +340,10 @@ class Scheme(nn.Module):
         for name, module in self.named_modules():
             kind = type(module).__name__
             digest.update(f"{name} {FORMER.get(kind, kind)}".encode())
+            own = type(module).__module__.startswith("isopos.")  # whose lists and tuples follow from the rest
             for key, value in sorted((vars(module) | {"training": True}).items()):
-                if not key.startswith("_") and (module is not self or key != "origin"):  # those of PyTorch, and hooks
-                    digest.update(_constants(key, value))
+                if not (key.startswith("_") or (own and isinstance(value, list | tuple | Mapping))):  # PyTorch's, and hooks
+                    digest.update(constants(key, value, (Group, Extension)))
         return digest.hexdigest()
 
     @property
@@ -590,15 +590,3 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for parameter in model.parameters():
         (others if parameter.ndim < 2 or id(parameter) in exempt else weights).append(parameter)
     return [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def _constants(name: str, value: Any) -> bytes:
-    """The name and value of a module's constant, also of those in lists, tuples and dicts; nothing for other objects."""
-    if isinstance(value, list | tuple | Mapping):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return b"".join(_constants(f"{name}.{key}", item) for key, item in items)
-    if isinstance(value, Tensor):
-        return name.encode() + value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.ndarray | np.generic):
-        return name.encode() + value.tobytes()
-    return f"{name}={value}".encode() if isinstance(value, bool | int | float | complex | str | Group | Extension) else b""

@@ -10,7 +10,7 @@ from cases import ATTENTION, HEAD_DIM, HEADS, close, each, inputs, inputs_of, pe
 from structures import over_covering
 
 import isopos
-from isopos import Attention, schemes
+from isopos import Attention, encodings, schemes
 from isopos.positions import Line, sequence
 from isopos.state import State
 
@@ -148,7 +148,7 @@ def test_a_fingerprint_covers_only_choices_of_isopos():
 )
 def test_a_fingerprint_covers_constants_wherever_they_are(one, other):
     def fingerprint(constant):
-        encoding = isopos.rope(8, 2).encoding
+        encoding = type("Custom", (encodings.Identity,), {})(8)
         encoding.constant = constant
         return schemes.compose(encoding, 2, {}).fingerprint
 
