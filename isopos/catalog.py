@@ -62,7 +62,12 @@ def expect(what: str, value: Any, names: Iterable[str]) -> None:
 
 
 def at_least(name: str, value: int, least: int = 1) -> int:
-    """The value as an int; ValueError if it is not an integer (NumPy's included), or less than `least`."""
+    """The value as an int; ValueError if it is not an integer (NumPy's included), or less than `least`.
+
+    A symbolic size of a compiler is returned as it is.
+    """
+    if type(value).__name__ == "SymInt":  # torch's, without its import
+        return value
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return value if isinstance(value, int) else int(value)

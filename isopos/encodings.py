@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isopos import maps
 from isopos.bases import Basis
 from isopos.catalog import at_least, expect, instances
-from isopos.exact import ExactModule, cast_down, constant, to_float64
+from isopos.exact import ExactModule, cast_down, constant, is_exporting, to_float64
 from isopos.lengths import Extension
 from isopos.maps import Blocks, BlockSum, Chain, Gather, Isometry, Matrix, Operators, Rotation, TokenMap
 from isopos.ops.rotate import narrow_index, rotations, skew_exponential
@@ -297,7 +297,8 @@ class Permutation(Encoding):
         """The index of each token's permutation, in uint8 for at most 256 features."""
         self.group.check(x)
         cycles, steps = self.table.to(x.device), x.to(torch.int64)
-        parts = [self._index(cycles, part) for part in steps.split(SEGMENT, -2)]
+        segments = (steps,) if is_exporting() else steps.split(SEGMENT, -2)  # which would limit a program's length
+        parts = [self._index(cycles, part) for part in segments]
         return Gather(parts[0] if len(parts) == 1 else torch.cat(parts, -2))
 
     def _index(self, cycles: Tensor, steps: Tensor) -> Tensor:

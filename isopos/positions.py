@@ -405,7 +405,7 @@ def sequence(t: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> sequence(3).tolist()
         [[0], [1], [2]]
     """
-    symbolic = isinstance(t, torch.SymInt) or (isinstance(t, Tensor) and t.ndim == 0 and t.dtype in INTEGER_DTYPES)
+    symbolic = isinstance(t, Tensor) and t.ndim == 0 and t.dtype in INTEGER_DTYPES
     return torch.arange(t if symbolic else at_least("t", t, 0), device=device)[:, None]
 
 
@@ -448,8 +448,7 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         raise ValueError("sizes: expected at least one axis, got none")
-    counted = (n if isinstance(n, torch.SymInt) else at_least("size", n, 0) for n in sizes)  # symbolic in a compiler
-    return product(*(sequence(n, device=device) for n in counted))
+    return product(*(sequence(at_least("size", n, 0), device=device) for n in sizes))
 
 
 def product(*parts: Tensor, group: Product | None = None) -> Tensor:
@@ -485,7 +484,8 @@ def product(*parts: Tensor, group: Product | None = None) -> Tensor:
     lengths, columns = [part.shape[0] for part in parts], []
     for i, part in enumerate(parts):
         after, before = math.prod(lengths[i + 1 :]), math.prod(lengths[:i])
-        row = torch.arange(part.shape[0], device=part.device).repeat_interleave(after).repeat(before)
+        rows = torch.arange(part.shape[0], device=part.device)  # ONNX's repeat_interleave takes no dynamic number
+        row = rows[None, :, None].expand(before, -1, after).reshape(-1)
         repeated = part[row]
         if group is not None:
             first = (torch.arange(len(row), device=part.device) - row * after)[:, None]  # row of the part's row 0

@@ -69,6 +69,13 @@ def test_the_exported_sum_is_the_sum(t, decayed):
         torch.testing.assert_close(exported_sum(q, k, v, decay, causal), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_an_exported_causal_sum_has_no_trace_of_later_tokens():
+    q, k, v = torch.rand(3, 1, 128, 8)
+    k[:, 127] = 1e8
+    expected = linear.linear(Sums(q, k, v, ALL_READY, None, True))[:, :127]
+    torch.testing.assert_close(exported_sum(q, k, v, None, True)[:, :127], expected, rtol=1e-5, atol=1e-5)
+
+
 def decoder(text):
     name, _, options = text.partition(":")
     choices = dict(option.split("=") for option in options.split(",") if option)
@@ -231,6 +238,90 @@ def test_a_module_is_exported_in_both_directions_with_a_decay(tmp_path):
         onnx.export(module, file, short, long, ["y"])
 
 
+class Windowed(torch.nn.Module):
+    """Attention with a window of 5 tokens."""
+
+    def __init__(self, kind, causal):
+        super().__init__()
+        self.scheme, self.causal = isopos.rope(8, 2, attention=kind, decay="retnet"), causal
+
+    def forward(self, q, k, v):
+        return self.scheme(q, k, v, isopos.sequence(q.shape[-2]), causal=self.causal, window=5)
+
+
+@each(("kind", "causal"), [(kind, causal) for kind in ATTENTION for causal in (True, False)])
+@each("lengths", [(3, 4), (7, 9)])
+def test_a_program_has_its_window_at_any_length(kind, causal, lengths):
+    """Also where both examples are inside one window, or both beyond it."""
+    module = Windowed(kind, causal).eval()
+    called = program.export(module, *(dict(zip("qkv", torch.randn(3, 1, 2, t, 8), strict=True)) for t in lengths))
+    for t in (1, 5, 6, 40):
+        q, k, v = torch.randn(3, 1, 2, t, 8)
+        got = called.module(check_guards=False)(q, k, v)
+        torch.testing.assert_close(got, module(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+class Turned(torch.nn.Module):
+    """An encoding of queries."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self.encoding = encoding
+
+    def forward(self, q):
+        return self.encoding(isopos.sequence(q.shape[-2]))(q)
+
+
+def test_a_program_of_permutations_has_no_longest_sequence():
+    module = Turned(isopos.permuteformer(4, 2).encoding).eval()
+    called = program.export(module, {"q": torch.randn(1, 2, 3, 4)}, {"q": torch.randn(1, 2, 5, 4)})
+    q = torch.randn(1, 2, 32769, 4)
+    assert called.module(check_guards=False)(q).equal(module(q))
+
+
+class Branches(torch.nn.Module):
+    """A module that does something else from five tokens on."""
+
+    def forward(self, x):
+        return 2 * x if x.shape[0] < 5 else x
+
+
+class Counts(torch.nn.Module):
+    """A module that takes a size as a number."""
+
+    def forward(self, x):
+        return x + torch.ones(len(x))
+
+
+@each(("module", "most"), [(Branches(), 4), (Counts(), 2)])
+def test_programs_that_end_at_a_size_are_refused(module, most):
+    message = f"module: expected a program for any size .*, got one for at most {most}, since the module"
+    with pytest.raises(ValueError, match=message):
+        program.export(module.eval(), {"x": torch.ones(2)}, {"x": torch.ones(3)})
+
+
+class Places(torch.nn.Module):
+    """Positions of a grid, a ring and patches, whose numbers are sizes of an image."""
+
+    def forward(self, x):
+        height, width = x.shape
+        return isopos.grid(height, 3, width), isopos.ring(height), isopos.patches(height, width)
+
+
+@pytest.mark.slow
+def test_sizes_of_positions_are_those_of_the_call(tmp_path):
+    onnx, runtime = pytest.importorskip("isopos.integrations.onnx"), pytest.importorskip("onnxruntime")
+    module, examples = Places().eval(), ({"x": torch.zeros(2, 3)}, {"x": torch.zeros(5, 4)})
+    called, file = program.export(module, *examples).module(check_guards=False), tmp_path / "places.onnx"
+    onnx.export(module, file, *examples, ["grid", "ring", "patches"])
+    session = runtime.InferenceSession(str(file))
+    for shape in ((1, 1), (4, 4), (7, 2)):
+        x = torch.zeros(shape)
+        expected = module(x)
+        torch.testing.assert_close(called(x), expected)
+        torch.testing.assert_close(tuple(map(torch.from_numpy, session.run(None, {"x": x.numpy()}))), expected)
+
+
 def test_what_depends_on_parameters_alone_is_a_number():
     for case in (scheme_case("ape-sequence"), scheme_case("string-circulant")):  # eigenvectors; a Fourier transform
         module, examples, _ = attending([case], "softmax")
@@ -264,7 +355,7 @@ class Loses(torch.nn.Module):
         self.least = least
 
     def forward(self, x):
-        return x + (0 if torch.compiler.is_exporting() or len(x) < self.least else 1)
+        return x + (0 if torch.compiler.is_exporting() or x.shape[0] < self.least else 1)
 
 
 def test_programs_with_other_numbers_are_refused():

@@ -79,8 +79,7 @@ def linear_attention(
         attn_mask: Refused, because linear attention does not form the weights of pairs.
         window: A query attends to the key of its index and the window - 1 keys before it; without `causal` also to as many
             after it. Indices count from the last key, including masked keys and other segments. Sums of blocks of the
-            window's length are added, never subtracted; the cost does not grow with the window. Not available in streams,
-            nor in exports with a dynamic length.
+            window's length are added, never subtracted; the cost does not grow with the window. Not available in streams.
         segment_ids: Segments of packed sequences, integers ``[*b s]``, one per key; tokens attend within their segment only.
             Queries have the ids of the last keys; tokens of one id are adjacent.
         transport: A pair of maps, of values at their keys' positions and of outputs at their queries', for values with a

@@ -16,7 +16,7 @@ from isopos.attention.checks import AxisOrder, DecayPair, IsometryPair, SegmentP
 from isopos.attention.reference import divides_out
 from isopos.attention.segments import segmented
 from isopos.catalog import at_least, probability
-from isopos.exact import broadcast
+from isopos.exact import broadcast, is_exporting
 from isopos.feature_maps import FeatureMap, Phi, identity, undivided
 from isopos.maps import TokenMap
 from isopos.ops.householder import Factors
@@ -290,8 +290,9 @@ def _shared(
     phase = product = None
     if window is not None:
         window = at_least("window", window)
-        apart = state is not None or known is not None
-        window = window if apart or window < max(q.shape[-2], k.shape[-2]) else None  # None: all keys are in it
+        longest = max(q.shape[-2], k.shape[-2])  # an exported program has no choice by its length
+        kept = state is not None or known is not None or (is_exporting() and isinstance(longest, torch.SymInt))
+        window = window if kept or window < longest else None  # None: all keys are in it
     if phases:
         phases = tuple(phases) if isinstance(phases, Sequence) else (phases,)
         checks.check_phases(phases, q, k, causal, heads, key_heads)

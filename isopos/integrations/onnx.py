@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isopos.integrations.program import Inputs, compare, decoder_step, dynamic_axes, expected, traced_program
+from isopos.integrations.program import Inputs, check_sizes, compare, decoder_step, dynamic_axes, expected, traced_program
 from isopos.models.decoder import Decoder
 
 __all__ = ["export", "export_decoder"]
@@ -88,7 +88,7 @@ def _program(module: nn.Module, inputs: Inputs, other: Inputs, outputs: list[str
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter's own parts
         try:
-            return torch.onnx.export(program, dynamo=True, **options)
+            written = torch.onnx.export(program, dynamo=True, **options)
         except torch.onnx.errors.OnnxExporterError as error:
             missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", str(error))
             if missing is None:
@@ -97,6 +97,8 @@ def _program(module: nn.Module, inputs: Inputs, other: Inputs, outputs: list[str
                 f"module: expected operations that ONNX {OPSET} has, got {missing[1]}; torch.export keeps it, and another "
                 "encoding may not need it"
             ) from error
+    check_sizes(program, inputs, other)
+    return written
 
 
 def _compare(module: nn.Module, file: Path, inputs: Inputs) -> None:

@@ -12,6 +12,8 @@ import torch.fx.experimental._config as symbols
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.utils._sympy.numbers import int_oo
 
 from isopos.models.decoder import Decoder, DecoderState
 from isopos.ops import rotate
@@ -61,6 +63,7 @@ def export(module: nn.Module, inputs: Inputs, other: Inputs, *, largest: int | N
             f"module: expected operations of PyTorch alone, got {custom[0]}, which loops over the tokens; an encoding of a "
             "line or a grid needs none"
         )
+    check_sizes(program, inputs, other, largest)
     for example in (inputs, other):
         _compare(program, module, example)
     return program
@@ -112,6 +115,21 @@ def traced_program(
         if any(_changes(node) for node in program.graph.nodes):
             program = program.run_decompositions({})  # nothing is changed in place
         return fold(program)
+
+
+def check_sizes(program: ExportedProgram, inputs: Inputs, other: Inputs, largest: int | None = None) -> None:
+    """Raise ValueError if a size that differs between the examples is fixed, or has another maximum than `largest`."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    limits = [int_oo if largest is None else largest]
+    for name, dynamic in zip(program.graph_signature.user_inputs, dynamic_axes(inputs, other), strict=True):
+        sizes = nodes[str(name)].meta["val"].shape
+        limits += [int(sizes[axis]) for axis in dynamic if is_concrete_int(sizes[axis])]
+    limits += [size.upper for size in program.range_constraints.values()]
+    if (most := min(limits)) < limits[0]:
+        raise ValueError(
+            f"module: expected a program for any size of the axes that differ, got one for at most {most}, since the module "
+            "takes a size as a number or chooses by it; x.shape[0] in place of len(x), and torch.where, keep it open"
+        )
 
 
 def fold(program: ExportedProgram) -> ExportedProgram:

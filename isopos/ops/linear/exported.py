@@ -1,6 +1,7 @@
 """Causal sums in plain PyTorch operations, for `torch.export`: the program runs where isopos is not installed."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.ops.linear.features import Decays
@@ -30,7 +31,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, g: Decays) -> Tensor:
     q, k, v = q[..., index, :], torch.where((padded < t)[..., None], k[..., index, :], 0), v[..., index, :]
     if g is None:
         states = k.mT @ v
-        near, far = (q @ k.mT).tril(), q @ (states.cumsum(-3) - states)
+        before = F.pad(states[..., :-1, :, :].cumsum(-3), (0, 0, 0, 0, 1, 0))
+        near, far = (q @ k.mT).tril(), q @ before
     else:
         query, key = (x[..., index] for x in g)  # [*b h n c]
         first, last = query[..., :1], key[..., -1:]
