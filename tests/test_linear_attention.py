@@ -29,7 +29,7 @@ from isopos.bases import Householder
 from isopos.decays import Decay
 from isopos.encodings import InBasis, Permutation, Rotary, rope_frequencies
 from isopos.feature_maps import FEATURE_MAPS, elu1
-from isopos.ops.linear import scan
+from isopos.ops.linear import Clamped, scan
 from isopos.positions import sequence
 
 RATES = torch.tensor([0.05, 0.4], dtype=torch.float64)
@@ -615,3 +615,43 @@ def test_a_scheme_of_the_other_attention(attention):
         attention(q, k, v, **at)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'casual'$"):
         attention(q, k, v, casual=True)
+
+
+@each("causal", [True, False])
+@each("bad", [0, 1, 2])
+@each("number", [torch.nan, torch.inf])
+@each(
+    ("scheme", "options"),
+    [
+        (schemes.rope(4, 2), {}),
+        (schemes.rope(4, 2), {"window": 3}),
+        (schemes.rope(4, 2, denominator="complex"), {}),
+        (schemes.horn_clipped(4, 2), {}),
+    ],
+)
+def test_gradients_of_other_rows_are_finite(causal, bad, number, scheme, options):
+    """Also where sums are divided after they are contained. Only a token's own gradient may not be finite."""
+    ids = torch.arange(12) // 4
+    given = inputs(1, t=12, heads=2, d=4, e=4)
+    given[bad][0, 0, 5] = number
+    given = [x.requires_grad_() for x in given]
+    y = scheme(*given, sequence(12), causal=causal, segment_ids=ids, **options)
+    kept = y.isfinite().all(-1)
+    assert kept[0, 0, :4].all()
+    assert not kept[0, 0, 5]
+    for n, grad in enumerate(torch.autograd.grad(y[kept].sum(), given)):
+        others = torch.arange(12) != 5 if n == bad else slice(None)
+        assert grad[..., others, :].isfinite().all()
+
+
+def test_complex_denominators_are_counted_and_none_twice():
+    scheme = schemes.rope(4, 2, denominator="complex", feature_map="identity")
+    q, k, v = inputs(1, t=6, heads=2, d=4, e=4)
+    for zero, bad in ((True, False), (False, True)):
+        given = q, 0 * k if zero else k, v.index_fill(-2, torch.tensor(3), torch.nan) if bad else v
+        for built, per_row in ((scheme, 12), (schemes.rope(4, 2), 12)):
+            with Clamped() as clamped:
+                built(*given, sequence(6), causal=True)
+            assert clamped.total == per_row
+            if zero and built is scheme:
+                assert clamped.count == per_row

@@ -259,6 +259,46 @@ def test_shared_heads_layouts_and_nan():
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-12, equal_nan=True)
 
 
+@each("kind", ["rope", "horn-clipped", "rope-complex"])
+@each("causal", [True, False])
+@each("bad", [0, 1, 2])
+def test_gradients_of_rows_that_see_no_nan_are_those_of_one_process(kind, causal, bad):
+    scheme, size = scheme_case(kind).build(), 9
+    given = inputs(1, t=size, heads=scheme.heads, d=scheme.encoding.features, e=4)
+    given[bad][0, 0, 5] = torch.nan
+    whole = scheme(*(x.requires_grad_() for x in given), sequence(size), causal=causal)
+    kept = whole.isfinite().all(-1)
+    grads = torch.autograd.grad(whole[kept].sum(), given)
+
+    def member(group, rank):
+        own = [cut(x, group, -2).detach().requires_grad_() for x in given]
+        y = scheme(*own, cut(sequence(size), group, 0), causal=causal, group=group)
+        return torch.autograd.grad(y[cut(kept, group, -1)].sum(), own)
+
+    others = torch.arange(size) != 5  # the token's own gradients may be NaN
+    for expected, *found in zip(grads, *on_ranks(3, member), strict=True):
+        joined = torch.cat(found, -2)[..., others, :]
+        assert joined.isfinite().all()
+        torch.testing.assert_close(joined, expected[..., others, :], rtol=0, atol=1e-12)
+
+
+@each("causal", [True, False])
+@each("options", [{"segment_ids": IDS}, {"decay": -500 * torch.arange(T, dtype=torch.float64).expand(2, T)}, {}])
+def test_gradients_of_windows_are_those_of_one_process(causal, options):
+    """Queries padded to the last key have its decay; another one's weight would be infinite."""
+    given = inputs(1, t=T, heads=2, d=4, e=4, requires_grad=True)
+    grads = torch.autograd.grad(linear_attention(*given, causal=causal, window=3, **options).sum(), given)
+
+    def member(group, rank):
+        own = [cut(x, group, -2).detach().requires_grad_() for x in given]
+        cuts = {name: cut(x, group, -1) for name, x in options.items()}
+        y = linear_attention(*own, causal=causal, window=3, group=group, **cuts)
+        return torch.autograd.grad(y.sum(), own)
+
+    for expected, *found in zip(grads, *on_ranks(3, member), strict=True):
+        torch.testing.assert_close(torch.cat(found, -2), expected, rtol=0, atol=1e-12)
+
+
 @each("causal", [True, False])
 def test_decay_that_increases_between_shards_is_refused_by_all(causal):
     def member(group, rank):

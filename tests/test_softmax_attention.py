@@ -155,6 +155,20 @@ def test_a_mask_of_pairs_in_a_stream_counts_all_keys():
     close(torch.cat(found, -2), softmax_by_definition(q, k, v, **at, causal=True, attn_mask=mask))
 
 
+@each("number", [torch.nan, torch.inf, -torch.inf])
+@each("options", [{"segment_ids": torch.tensor([0, 0, 0, 1])}, {"causal": True}, {"window": 2}])
+def test_gradients_of_rows_that_do_not_see_a_key_are_finite(number, options):
+    """A key of -inf has a weight of zero, so that outputs are finite."""
+    q, k, v = (x.abs() for x in inputs(1, t=4, heads=2, d=4, e=4))
+    k[..., 3, :] = number
+    given = [x.requires_grad_() for x in (q, k, v)]
+    y = softmax_attention(*given, **options)
+    rows = slice(0, 2)
+    assert y[..., rows, :].isfinite().all()
+    for grad in torch.autograd.grad(y[..., rows, :].sum(), given):
+        assert grad[..., :3, :].isfinite().all()
+
+
 @each("name", ["rope", "alibi", "t5", "ape-sequence-locality"])
 @each("empty", [0.0, torch.nan])
 def test_a_static_cache(name, empty):

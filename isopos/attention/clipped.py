@@ -9,6 +9,7 @@ from isopos.attention.problem import LinearProblem
 from isopos.exact import appended, broadcast
 from isopos.feature_maps import sides
 from isopos.ops import clipped
+from isopos.ops.linear.containment import with_finite_rows
 from isopos.ops.linear.features import with_ones
 from isopos.state import State
 from isopos.terms import Clipped
@@ -23,10 +24,10 @@ def values_of_terms(problem: LinearProblem) -> Tensor:
 
 
 def with_terms(total: Tensor, problem: LinearProblem) -> Tensor:
-    """Sums and denominators ``[*b h t e+1]`` plus the sums of all clipped terms."""
-    values = values_of_terms(problem) if problem.terms else total
+    """Sums and denominators ``[*b h t e+1]``, NaN where a row sees one, plus the sums of all clipped terms."""
+    values = with_finite_rows(values_of_terms(problem)) if problem.terms else total
     for term in _terms(problem):
-        score = scores_of(problem, term)
+        score = with_finite_rows(scores_of(problem, term))
         if problem.segments is not None:
             total = total + _packed(score, values, term, problem.segments[1], problem.causal)
             continue

@@ -16,7 +16,7 @@ from isopos.exact import full_precision
 from isopos.feature_maps import Phi, identity, sides
 from isopos.maps import Chain, Gather, Identity, Reflection, Rotation, TokenMap
 from isopos.ops import householder, linear
-from isopos.ops.linear.containment import contained
+from isopos.ops.linear.containment import contained, with_finite_gradient
 from isopos.ops.linear.features import ALL_READY, READY, Features, Past, Sums, with_ones
 from isopos.phases import Phase
 from isopos.state import State
@@ -285,16 +285,16 @@ def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
 def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
     """Sums divided by their denominators, unless the backend has divided them."""
     if problem.denominator == "complex":
-        return linear.divide_complex(total)
-    return linear.divide(total) if problem.terms and problem.denominator is not None else total
+        return linear.divide_complex(with_finite_gradient(total, (0, -1)))
+    return linear.divide(with_finite_gradient(total)) if problem.terms and problem.denominator is not None else total
 
 
 def _sharded(problem: LinearProblem) -> Tensor:
     """The output of one shard of a sequence over a group of processes."""
     total = sharded.totals(sums_of(problem), problem)
     if problem.denominator == "complex":
-        return linear.divide_complex(total)
-    return total if problem.denominator is None else linear.divide(total)
+        return linear.divide_complex(with_finite_gradient(total, (0, -1)))
+    return total if problem.denominator is None else linear.divide(with_finite_gradient(total))
 
 
 def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:

@@ -24,6 +24,7 @@ from isopos.attention.segments import JUMP, returns
 from isopos.exact import broadcast, cast_down
 from isopos.maps import Identity
 from isopos.ops import clipped, linear
+from isopos.ops.linear.containment import times, with_finite_rows
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.step import weighed
 from isopos.ops.linear.window import within
@@ -41,7 +42,7 @@ def totals(sums: Sums, problem: LinearProblem) -> Tensor:
         return _windowed(triples, g, problem, shards)
     if g is None and not problem.causal:
         states = shards.add(*(k.mT @ v for _, k, v in triples)).wait()
-        total = torch.cat([q @ state for (q, _, _), state in zip(triples, states, strict=True)], -1)
+        total = torch.cat([times(q, state) for (q, _, _), state in zip(triples, states, strict=True)], -1)
     else:
         total = _carried(triples, g, problem.causal, shards)
     return _with_terms(total, problem, shards) if problem.terms else total
@@ -86,7 +87,7 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
     index = torch.arange(len(states), device=q.device)
     counted = (index > rank if after else index < rank).view(-1, *(1,) * (states.ndim - 1))
     if g is None or edges is None:
-        return q @ torch.where(counted, states, 0).sum(0)
+        return times(q, torch.where(counted, states, 0).sum(0))
     border = g[0][..., -1] if after else g[0][..., 0]
     edge = edges[0] if after else edges[1]
     edge = edge.view(-1, *(1,) * (states.ndim - 2 - edge.ndim), *edge.shape[1:])
@@ -95,7 +96,7 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
     state = weighed(states, cast_down(weight, q.dtype, q.device)[..., None, None]).sum(0)
     exponent = border[..., None] - g[0] if after else g[0] - border[..., None]
     factor = cast_down(exponent.exp(), q.dtype, q.device)[..., None]
-    return torch.where(factor == 0, 0, (q * factor) @ state)
+    return torch.where(factor == 0, 0, times(q * factor, state))
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:
@@ -135,7 +136,10 @@ def _windowed(triples: Sequence[tuple[Tensor, Tensor, Tensor]], g: Decays, probl
     after = _after(window, problem.causal, shards)
     if g is not None and edges is not None:
         _check_order(*edges.wait())
-        g = torch.cat((g[0], g[0][..., -1:].expand(*g[0].shape[:-1], after)), -1), fetched[-1]
+        of_keys = fetched[-1]
+        of_queries = g[0].expand(*broadcast(g[0].shape[:-1], of_keys.shape[:-1]), -1)
+        later = of_keys[..., of_keys.shape[-1] - after :]  # of queries after the shard, which are not returned
+        g = torch.cat((of_queries, later.expand(*of_queries.shape[:-1], after)), -1), of_keys
     padded = [(F.pad(q, (0, 0, 0, after)), *fetched[2 * n : 2 * n + 2]) for n, (q, _, _) in enumerate(triples)]
     leading = [broadcast(*(x.shape[:-2] for x in triple)) for triple in padded]
     padded = [[x.expand(*axes, *x.shape[-2:]) for x in triple] for triple, axes in zip(padded, leading, strict=True)]
@@ -166,10 +170,10 @@ def _with_terms(total: Tensor, problem: LinearProblem, shards: Shards) -> Tensor
 
 def _with_near(total: Tensor, problem: LinearProblem, term: Clipped, shards: Shards) -> Tensor:
     """Add a clipped term of a causal sequence: keys within its reach are fetched, earlier ones enter as one sum."""
-    values = values_of_terms(problem)
+    values = with_finite_rows(values_of_terms(problem))  # the total is NaN where a row sees one
     sums = shards.gather(values.to(torch.float64).sum(-2))
     near, positions = shards.tokens([values, term.y], [-2, -2], lambda start, stop: (start - term.reach, start)).wait()
-    score = scores_of(problem, term)
+    score = with_finite_rows(scores_of(problem, term))
     batch = broadcast(score.shape[:-2], values.shape[:-2])
     rows = torch.cat((near, values), -2).expand(*batch, -1, -1)
     score = score.expand(*batch, -1, -1)

@@ -134,14 +134,13 @@ def softmax_attention(
 def _contained(problem: SoftmaxProblem) -> Tensor:
     """Attention with NaN containment: rows that attend to no non-finite token are recomputed without these tokens."""
     out = _attend(problem)
-    if finite(out) and finite(problem.q):  # PyTorch's kernel may return numbers for a query of NaN
+    # PyTorch's kernel may return numbers for a query of NaN; a key of -inf has a weight of zero, and a gradient of NaN
+    if finite(out) and finite(problem.q) and (not out.requires_grad or finite(problem.k)):
         return out
     with torch.no_grad():
         of_queries, of_keys = nonfinite((problem.q,)), nonfinite((problem.k,)) | nonfinite((problem.v,))
         seen = ((takes_part(problem) & of_keys.unsqueeze(-2)).any(-1) | of_queries)[..., None]
     out = out.masked_fill(of_queries[..., None], torch.nan)
-    if bool(seen.all()):
-        return out
     q = torch.where(of_queries[..., None], 0, problem.q)
     k, v = (torch.where(of_keys[..., None], 0, x) for x in (problem.k, problem.v))
     return with_gradient_of(out, _attend(replace(problem, q=q, k=k, v=v)), seen)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from isopos.ops.library import watched
+from isopos.ops.linear.division import uncounted
 from isopos.ops.linear.features import Sums
 
 
@@ -46,7 +47,28 @@ def contained(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tenso
     if finite(total if sums.g is not None or total.requires_grad else total[..., -1:, :]) if known is None else known:
         return total
     clean, seen = cleaned(sums)
-    return total if bool(seen.all()) else with_gradient_of(total, run(clean), seen)
+    with uncounted():
+        return with_gradient_of(total, run(clean), seen)
+
+
+def with_finite_gradient(total: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
+    """Sums to be divided, without a gradient in rows with a NaN or infinity on these axes, whose division would make it NaN."""
+    if not total.requires_grad or finite(total):
+        return total
+    return torch.where(total.isfinite().all(axes, keepdim=True), total, total.detach())
+
+
+def with_finite_rows(x: Tensor) -> Tensor:
+    """The rows of x, zero where one has a NaN or infinity, which would reach gradients of all rows of the other factor."""
+    return x if finite(x) else torch.where(nonfinite((x,))[..., None], 0, x)
+
+
+def times(q: Tensor, state: Tensor) -> Tensor:
+    """q @ state, with the gradient of their finite numbers."""
+    if finite(q) and finite(state):
+        return q @ state
+    total = q.detach() @ state.detach()
+    return with_gradient_of(total, with_finite_rows(q) @ torch.where(state.isfinite(), state, 0), ~total.isfinite())
 
 
 def cleaned(sums: Sums) -> tuple[Sums, Tensor]:

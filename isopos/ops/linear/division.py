@@ -1,5 +1,7 @@
 """Denominators: counted and clamped if they vanish, and the only division."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -40,6 +42,16 @@ class Clamped:
 _CLAMPED: ContextVar[Clamped | None] = ContextVar("clamped", default=None)  # one per thread
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Do not count inside: these sums were counted before."""
+    token = _CLAMPED.set(None)
+    try:
+        yield
+    finally:
+        _CLAMPED.reset(token)
+
+
 def counted() -> bool:
     """Whether a counter is active."""
     return _CLAMPED.get() is not None and not torch.compiler.is_compiling()
@@ -74,4 +86,6 @@ def divide_complex(total: Tensor) -> Tensor:
     Re(n / d) = Re(n conj(d)) / |d|^2
     """
     (real, x), (imaginary, y) = (part.split((total.shape[-1] - 1, 1), -1) for part in total)
-    return (real * x + imaginary * y) / (x.square() + y.square()).clamp_min(EPS**2)
+    square = x.square() + y.square()
+    count(square.detach().sqrt())
+    return (real * x + imaginary * y) / square.clamp_min(EPS**2)

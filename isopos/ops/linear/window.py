@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.exact import cast_down, is_exporting
-from isopos.ops.linear.containment import may_inspect
+from isopos.ops.linear.containment import may_inspect, with_finite_gradient
 from isopos.ops.linear.division import divide
 from isopos.ops.linear.features import ALL_READY, Decays, Sums
 from isopos.ops.linear.graph import aligned
@@ -26,7 +26,7 @@ def windowed(sums: Sums, window: int, linear: Callable[[Sums], Tensor]) -> Tenso
     `linear` computes sums of blocks, which it takes as heads.
     """
     total = within(sums.triples(), sums.g, sums.causal, window, linear)
-    return divide(total) if sums.denominator == "divide" else total
+    return divide(with_finite_gradient(total)) if sums.denominator == "divide" else total
 
 
 def within(
