@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Never, Self, TypedDict, get_args
 
 import torch
@@ -172,7 +171,7 @@ class Scheme(nn.Module):
         self.forget = log_decay if isinstance(log_decay, ForgetGate) else None
         self.turn, self.width = turn, width
         self.scale, self.locality, self.metric, self.inside = kind.scale, kind.locality, kind.metric, kind.inside
-        self.extension: Extension | None = None
+        self._known: tuple[Extension | None, str] | None = None  # the fingerprint, and the extension that it is of
         if transport:  # set only if True, because fingerprints include attributes
             self.transport = True
         self._check_parts()
@@ -256,6 +255,11 @@ class Scheme(nn.Module):
         return self.encoding.group
 
     @property
+    def extension(self) -> Extension | None:
+        """The rule of `extend`. Schemes with one encoding share it."""
+        return self.encoding.extension
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Content-dependent phases, which need causal attention."""
         return tuple(part for part in (self.forget, self.turn) if part is not None)
@@ -326,15 +330,18 @@ class Scheme(nn.Module):
         for part in self.encoding.modules():
             if isinstance(part, Coupling) and (reason := part.refusal(rule)):
                 raise ValueError(f"extend: {reason}")
-        for part in parts:
+        for part in (self.encoding, *parts):
             part.extension = rule
-        self.extension = rule
-        vars(self).pop("fingerprint", None)  # it has changed
         return self
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of the choices and all constants, without learned values: equal for equally built schemes."""
+        if self._known is None or self._known[0] is not self.extension:
+            self._known = self.extension, self._hash()
+        return self._known[1]
+
+    def _hash(self) -> str:
         choices = (self.choices, self.heads, self.scale, self.locality, self.inside, self.width)
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():

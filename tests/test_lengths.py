@@ -646,6 +646,21 @@ def test_blocks_refuse_rules_that_would_split_them(size, order, rule, options):
     scheme.extend("linear", factor=4)
 
 
+@each("attention", ["linear", "softmax"])
+def test_schemes_with_one_encoding_share_its_extension(attention):
+    scheme = isopos.rope(8, 2, attention=attention)
+    other = schemes.compose(scheme.encoding, 2, {"attention": attention})
+    before, stream = other.fingerprint, Stream(other)
+    q, k, v = inputs(1, t=4, heads=2, d=8, e=8)
+    stream(q, k, v)
+    scheme.extend("yarn", factor=4, trained=64)
+    assert other.extension is scheme.extension
+    assert other.fingerprint == scheme.fingerprint != before
+    for call in (lambda: stream(q, k, v), lambda: Stream(other, stream.state, length=4)(q, k, v)):
+        with pytest.raises(ValueError, match="state: expected one of this scheme"):
+            call()
+
+
 def _shared(*parts, sum_of=encodings.DirectSum):
     return schemes.compose(sum_of(parts, shared=True), 2, {"attention": "softmax"})
 

@@ -52,7 +52,7 @@ def contained(sums: Sums, total: Tensor, run: Callable[[Sums], Tensor]) -> Tenso
 
 
 def with_finite_gradient(total: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
-    """Sums to be divided, without a gradient in rows with a NaN or infinity on these axes, whose division would make it NaN."""
+    """Sums to be divided, without a gradient in rows with a NaN or infinity on these axes, since it would be NaN."""
     if not total.requires_grad or finite(total):
         return total
     return torch.where(total.isfinite().all(axes, keepdim=True), total, total.detach())
