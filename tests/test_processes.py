@@ -116,6 +116,15 @@ def test_two_processes_give_the_losses_of_one(tmp_path, single):
         assert after[length] == pytest.approx(before[length], rel=1e-5)
 
 
+def test_processes_with_batch_norm_decide_alike_by_the_validation_of_the_first(tmp_path):
+    """Running statistics differ between processes, and with them figures: each would save, or wait, by itself."""
+    command = ["train", "listops", "--scale=tiny", "--norm=batch", "--steps=20", "--validate-every=1", "--save-every=1000"]
+    command += ["--learning-rate=0.02", "--schedule=constant", "--warmup=0", "--batch=8", "--seed=1", "--device=cpu"]
+    run_all(tmp_path, 2, [[*command, "--validation-rows=400", "--name=batch", *TWO]])
+    assert sum("validation" in row for row in _rows(tmp_path, "batch")) == 20
+    assert (tmp_path / "runs" / "batch" / "result.json").exists()
+
+
 def test_four_processes_two_by_two_give_the_losses_of_one(tmp_path, single):
     folder, expected = single
     runs = {

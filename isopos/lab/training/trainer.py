@@ -258,6 +258,7 @@ class _Training(LightningModule):
     def _validate(self) -> float | None:
         with self._over():
             value = _number(self.data.evaluate(self.model, self.recipe, (self.metric,))[self.metric.title])
+        value = self.trainer.strategy.broadcast(value)  # statistics of batch norm differ between processes
         self._record({"step": self.step, "validation": value})
         return value
 
