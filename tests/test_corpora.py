@@ -23,6 +23,8 @@ from isopos.lab.data import corpora, prepare, sources
 from isopos.lab.data.corpora import Corpus, load_corpus
 from isopos.lab.data.sources import whole_lines
 from isopos.lab.data.tokenizers import BPE, Bytes, Words, load_tokenizer
+from isopos.lab.tasks.language import Language
+from isopos.lab.tasks.task import Recipe
 
 PROSE = "".join(f"line {n} of a text with café and words number {n % 7}\n" for n in range(300))
 
@@ -602,6 +604,24 @@ def test_nothing_in_a_folder_is_left_out_silently(tmp_path, monkeypatch):
         (folder / link).unlink()
     (folder / "linked.txt").symlink_to(other / "a.txt")  # a file is read where it is
     assert len(list(sources.find_source(str(folder)).documents())) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["{}.txt", "{}.md", "{}.text", "wiki.{}.en", "{}ing.txt", "{}set.txt", "wiki.{}.raw.en", "{}-00000-of-00001"]
+)
+def test_names_of_splits(tmp_path, name):
+    """No text of another split is in train, and files without a split are named."""
+    for word, letter in {"train": "a", "valid": "b", "test": "c"}.items():
+        file = "dev.txt" if (word, name) == ("valid", "{}ing.txt") else name.format(word)
+        (tmp_path / file).write_text(letter * 200)
+    (tmp_path / "README.html").write_text("d" * 200)
+    corpus = load_corpus(str(tmp_path), 8)
+    found = [bytes(part) for part in (corpus.train, corpus.validation, corpus.test)]
+    assert found == [b"a" * 200, b"b" * 200, b"c" * 200]
+    assert [Path(left).name for left in corpus.left] == ["README.html"]
+    task = Language(data=str(tmp_path), length=8)
+    summary = "200 + 200 bytes, README.html left out, which has no split in its name"
+    assert task.load(Recipe(task=task)).summary == summary
 
 
 @pytest.mark.parametrize("where", ["alone", "in a folder"])

@@ -170,6 +170,13 @@ def test_what_is_no_series_is_refused(tmp_path):
         read_series(written(tmp_path, "a;b\n2024-01-01;1,5\n"))
     with pytest.raises(ValueError, match=r"^unit: "):
         read_series(written(tmp_path, "1,2\n"), unit="years")
+    for rows, values, message in (
+        ("a,b,b\n2024-01-01,1,2\n", (), "^values: expected different columns, got b twice; rename or leave out one"),
+        ("a,b\n2024-01-01,1\n", ("b", "b"), "^values: expected different columns, got b twice"),
+        ("a,b,b\n2024-01-01,1,2\n", ("b",), "^data: .*power.csv, line 1: expected one column b, got 2; rename all but one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_series(written(tmp_path, rows), values=values)
     for time, values in (("c", ()), ("a", ("c",))):
         with pytest.raises(ValueError, match=r"^data: .*power.csv, line 1: expected a column c, got a, b"):
             read_series(written(tmp_path, "a,b\n2024-01-01,1\n"), time, values)

@@ -108,6 +108,8 @@ def test_splits_are_named_by_files_or_by_whole_names_of_folders():
     names = ["a/train/1.csv", "a/valid/pos/1.txt", "my-test/b.csv", "x/test.csv", "x/y.csv"]
     split = row_splits(names)
     assert [split(name, "") for name in names] == ["train", "validation", "train", "test", "train"]
+    names = ["training.csv", "testing.csv", "valset/a.csv", "trainsets.csv"]
+    assert [row_splits(names)(name, "") for name in names] == ["train", "test", "validation", "train"]
     tenths = row_splits(["my-test/b.csv", "train.log"])
     assert {tenths("my-test/b.csv", str(n)) for n in range(100)} == {"train", "validation", "test"}
 
@@ -151,6 +153,7 @@ def test_columns_by_number_where_there_are_no_names(tmp_path):
             r"expected a column text, got text;label; separate columns by commas and decimals by",
         ),
         ("a.csv", "text,class\nx,1\n", r"line 1: expected a column label, got text, class; name those to use, by"),
+        ("a.csv", "text,label,label\nx,1,2\n", r"line 1: expected one column label, got 2; rename all but one"),
         ("a.csv", "text,label\nx,\n", r"line 2: expected a label, got none; repair or remove the line"),
         ("a.csv", "text,label\nx,1\n  ,1\n", r"line 3: text: expected a text, got an empty one; repair"),
         ("a.csv", "text,label\nx,1,2\n", r"line 2: expected 2 columns, as the first line has, got 3"),

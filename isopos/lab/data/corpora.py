@@ -47,6 +47,7 @@ class Corpus:
     validation: np.ndarray
     test: np.ndarray  # empty if the source has no test split
     sizes: dict[str, int]  # bytes of UTF-8 in each split, for bits per byte
+    left: tuple[str, ...] = ()  # files without a split next to files with one, which are not read
 
     @property
     def vocabulary(self) -> int:
@@ -175,7 +176,9 @@ def _in_cache(preparation: Preparation, raw: bool, kind: str | Tokenizer, vocabu
 
 
 def _corpus(source: Source, sha256: str, tokenizer: Tokenizer, arrays: Arrays) -> Corpus:
-    return Corpus(source.name, sha256, tokenizer, *(arrays[split] for split in SPLITS), sizes=arrays.facts["bytes"])
+    left = tuple(arrays.facts.get("left", ()))  # caches of before have none
+    tokens = (arrays[split] for split in SPLITS)
+    return Corpus(source.name, sha256, tokenizer, *tokens, sizes=arrays.facts["bytes"], left=left)
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,8 @@ class _Text:
             raw = isinstance(tokenizer, Bytes)
             writer.add(split, np.frombuffer(piece, np.uint8) if raw else _encoded(tokenizer, name, line, piece))
             sizes[split] += len(piece)
-        return {"source": self.source.name, "bytes": sizes}
+        left = [name for name, _ in self.sizes if self.documents and name not in self.documents]
+        return {"source": self.source.name, "bytes": sizes, "left": left}
 
 
 def _cut(block: bytes, at: int, raw: bool) -> int:
@@ -267,8 +271,8 @@ def _by_document(source: Source, names: list[str]) -> dict[str, str]:
             if split not in named.values():
                 files = ", ".join(sorted(named))
                 raise ValueError(f"data: expected a file of {split} as well as {files}, got none with text in {source.name}")
-        kinds = {PurePosixPath(name).suffix.lower() for name in named}
-        if other := next((name for name in names if name not in named and PurePosixPath(name).suffix.lower() in kinds), ""):
+        kinds = {_suffix(name) for name in named}
+        if other := next((name for name in names if name not in named and _suffix(name) in kinds), ""):
             files = " and ".join(sorted(named)[:2])
             raise ValueError(
                 f"data: expected train, valid or test in the name of every text, as in {files}, or in none, got {other}; "
@@ -286,9 +290,15 @@ def _by_document(source: Source, names: list[str]) -> dict[str, str]:
 
 
 def _named(name: str) -> str | None:
-    """The split that the name of a file of text denotes."""
-    suffix = PurePosixPath(name.replace("\\", "/")).suffix.lower()
-    return named_split(name) if suffix in ("", ".txt", ".tokens", ".raw", ".csv") else None
+    """The split that the name of a file of text denotes: wiki.train.en, but not train.py, which is code."""
+    if _suffix(name) in ("", ".txt", ".text", ".md", ".tokens", ".raw", ".csv"):
+        return named_split(name)
+    _, *inner = PurePosixPath(name.replace("\\", "/")).name.split(".")[:-1]
+    return named_split(".".join(inner)) if inner else None
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name.replace("\\", "/")).suffix.lower()
 
 
 def _encoded(tokenizer: Tokenizer, name: str, line: int, piece: bytes) -> np.ndarray:

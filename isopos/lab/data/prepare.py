@@ -17,6 +17,12 @@ from isopos.lab.data.sources import Source, survey
 from isopos.lab.data.tokenizers import KINDS, Bytes, Tokenizer, learn, load_tokenizer
 
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
+ALIKE = {
+    "train": {"train", "training", "trainset"},
+    "validation": {"valid", "validation", "validset", "val", "valset", "dev", "devset", "eval"},
+    "test": {"test", "testing", "testset"},
+}
+"""Words that denote splits in the names of files and folders."""
 CACHE_VERSION = 1
 
 OnProgress = Callable[[str, int, int], None]
@@ -29,8 +35,7 @@ Surveyed = tuple[str, list[tuple[str, int]]]
 def named_split(name: str) -> str | None:
     """The split that the name of a file denotes: validation for wiki.valid.tokens; or None."""
     words = set(re.findall("[a-z]+", PurePosixPath(name.replace("\\", "/")).name.lower()))
-    alike = {"train": {"train"}, "validation": {"valid", "validation", "val", "dev", "eval"}, "test": {"test"}}
-    return next((split for split, names in alike.items() if names & words), None)
+    return next((split for split, names in ALIKE.items() if names & words), None)
 
 
 def folders_of(source: str, name: str) -> tuple[str, ...]:

@@ -195,7 +195,9 @@ def table_cells(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str
 
 
 def column_index(name: str, titles: Sequence[str], wanted: str) -> int:
-    """The index of a column; ValueError if the file does not have it."""
+    """The index of a column; ValueError unless the file has one of this name."""
+    if (count := titles.count(wanted)) > 1:
+        raise ValueError(f"data: {name}, line 1: expected one column {wanted}, got {count}; rename all but one")
     if wanted not in titles:
         some = ", ".join(title[:40] for title in titles[:20])
         remedy = "name those to use, by numbers from 1 on where the first line has no names"

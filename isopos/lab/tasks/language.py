@@ -153,6 +153,7 @@ class Windows(Data):
         unknown = corpus.tokenizer.share_unknown(corpus.validation)
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} {unit}"
         self.summary += f", {unknown:.1%} of the held-out ones unknown" * (unknown > 0)
+        self.summary += "".join(f", {Path(name).name} left out, which has no split in its name" for name in corpus.left)
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
     def infer(self, recipe: Recipe) -> Recipe:
