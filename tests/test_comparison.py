@@ -97,7 +97,14 @@ def test_the_table_renders_without_rows(tmp_path):
     assert found.rows == []
     assert found.render(80)[0].row_count == 0
     assert [note.partition(":")[0] for note in found.notes()][1:] == ["to best"]
-    assert "to best: one seed, so no interval; --seeds 3 gives one." in found.notes()
+    assert "to best: no compared run has a figure, so no row is the best." in found.notes()
+
+
+def test_runs_without_figures_have_no_best_row(tmp_path):
+    found = _folder(tmp_path, {(scheme, seed): None for scheme in ("rope", "none") for seed in range(3)})
+    notes = list(found.notes())
+    assert "to best: no compared run has a figure, so no row is the best." in notes
+    assert not [note for note in notes if "one seed" in note or note.startswith("first")]
 
 
 def test_a_row_without_a_figure_comes_last(tmp_path):

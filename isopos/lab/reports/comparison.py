@@ -188,8 +188,10 @@ class Ranking:
             f"{'; '.join(texts)}. speed: training, none with the same attention = 1, "
             f"in interleaved rounds; {unit}/s depends on other processes on the machine during the run."
         )
-        seeds = max((row.difference.seeds for row in self.rows if row.difference is not None), default=1)
-        if seeds >= MIN_SEEDS:
+        seeds = max((row.difference.seeds for row in self.rows if row.difference is not None), default=0)
+        if not seeds:
+            yield "to best: no compared run has a figure, so no row is the best."
+        elif seeds >= MIN_SEEDS:
             yield (
                 f"to best: mean of {seeds} differences paired by seed, and its interval; (in brackets): the interval "
                 f"includes 0, so no difference is shown. {NOTE}"
@@ -197,7 +199,7 @@ class Ranking:
         else:
             count = "one seed" if seeds == 1 else f"{seeds} seeds"
             yield f"to best: {count}, so no interval; --seeds {MIN_SEEDS} gives one."
-        if self.rows and not self.leads:
+        if seeds and not self.leads:
             yield "first: the best figure, which does not show that this row is the best."
         if self.chance is not None:
             share, count = self.chance
