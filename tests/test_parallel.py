@@ -309,6 +309,35 @@ def test_decay_that_increases_between_shards_is_refused_by_all(causal):
     on_ranks(2, member)
 
 
+@each("causal", [True, False])
+@each(
+    ("options", "message"),
+    [
+        (
+            {"decay": torch.tensor([-4.0, -6, -5, -7]).double()},
+            "decay: .* do not increase along tokens, got a shard in which",
+        ),
+        ({"segment_ids": torch.tensor([1, 2, 1, 2])}, "segment_ids: .* next to each other, .* got a shard with others"),
+        (
+            {"segment_ids": torch.arange(4) // 2, "decay": torch.arange(4).double()},
+            "segment_ids: .* got a shard with others",
+        ),
+    ],
+)
+@each("window", [None, 2])
+def test_what_one_shard_has_wrong_is_refused_by_all(causal, options, message, window):
+    """None waits for the others until the group's timeout."""
+
+    def member(group, rank):
+        good = {"decay": -torch.arange(4.0).double() - 4 * rank, "segment_ids": torch.arange(4) // 2 + 2 * rank}
+        own = {name: value if rank == 1 else good[name] for name, value in options.items()}
+        own = {name: x.expand(2, 4) if name == "decay" else x for name, x in own.items()}
+        with pytest.raises(ValueError, match=message):
+            linear_attention(*content(4, 1), **own, causal=causal, window=window, group=group)
+
+    on_ranks(3, member)
+
+
 def test_windows_and_segments_are_checked_across_shards():
     q, k, v = content(2, 1)
 

@@ -176,11 +176,18 @@ def check_linear(q: Tensor, k: Tensor, v: Tensor, options: LinearOptions, *, str
     if ids is not None:
         checks.check_segments(ids, q, k, problem.batch)
     elif decay is not None:
-        checks.check_order(decay, problem.causal, before)
+        try:
+            checks.check_order(decay, problem.causal, before)
+        except ValueError:
+            if problem.shards is None:
+                raise
+            decay = decay[0].new_full(decay[0].shape, torch.inf), decay[1].new_full(decay[1].shape, torch.inf)
+            problem = replace(problem, decay=decay, g=decay)  # a mark, by which all processes of the group refuse
     problem = _grouped(_carried(problem, options.get("transport")))
     if problem.segments is not None and not problem.empty:
         previous = None if state is None else state["segment"]
-        g, before = segmented(problem.segments[1], previous, problem.decay, before, problem.q.shape[-2])
+        shared = problem.shards is not None
+        g, before = segmented(problem.segments[1], previous, problem.decay, before, problem.q.shape[-2], marked=shared)
         problem = replace(problem, g=g, before=before)
     if state is None:
         return _expanded(problem) if problem.shards is None else problem

@@ -100,7 +100,9 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
 
 
 def _check_order(first: Tensor, last: Tensor) -> None:
-    """Raise ValueError in all processes if log decays increase from one shard to the next."""
+    """Raise ValueError in all processes if log decays increase in a shard, which marks it, or from one to the next."""
+    if first.device.type == "cpu" and bool((last == torch.inf).any()):
+        raise ValueError("decay: expected log decays that do not increase along tokens, got a shard in which they do")
     if first.device.type == "cpu" and bool((first[1:] > last[:-1]).any()):
         raise ValueError("decay: expected log decays that do not increase from shard to shard; sort tokens by position")
 
@@ -114,6 +116,11 @@ def _joined_segments(problem: LinearProblem, shards: Shards) -> Decays:
     raw = g if problem.decay is None else problem.decay[1].expand(g.shape)
     sent = ids[..., 0], ids[..., -1], g[..., -1], raw[..., 0], raw[..., -1]
     first, last, drop, start, stop = shards.gather(*sent).wait()
+    if drop.device.type == "cpu" and bool((drop == torch.inf).any()):
+        raise ValueError(
+            "segment_ids: expected tokens of one id next to each other, and log decays that do not increase in a segment, "
+            "got a shard with others"
+        )
     if first.device.type == "cpu" and returns(torch.stack((first, last), -1).movedim(0, -2).flatten(-2)):
         raise ValueError(
             "segment_ids: expected tokens of one id next to each other, got an id that returns in a later shard"
