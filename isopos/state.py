@@ -97,13 +97,18 @@ class State:
         """The streams of samples `index`, int64 ``[n]``, along the first axis, for example to keep or repeat beams.
 
         Raises:
-            ValueError: For an index of another type or shape.
+            ValueError: For an index of another type or shape; on a CPU also for numbers of samples that there are not.
         """
         if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or index.ndim != 1:
             got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
             raise ValueError(f"index: expected numbers of samples, int64 [n], got {got}")
         places = {name: x for name in ("positions", "places") if (x := self[name]) is not None}
         shared = {name for name, x in places.items() if x.ndim == 2 or len(x) == 1}
+        count = max((len(x) for name, x in self.tensors.items() if name not in shared), default=0)
+        readable = index.device.type == "cpu" and not torch.compiler.is_compiling() and index.numel()
+        if count and readable and not (index.min() >= 0 and index.max() < count):
+            remedy = "; keys that all samples share need no order" if count == 1 else ""
+            raise ValueError(f"index: expected numbers of samples below {count}, got {index.tolist()[:20]}{remedy}")
         chosen = {name: x if name in shared else x.index_select(0, index) for name, x in self.tensors.items()}
         return replace(self, tensors=MappingProxyType(chosen))
 

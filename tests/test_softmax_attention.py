@@ -169,6 +169,13 @@ def test_gradients_of_rows_that_do_not_see_a_key_are_finite(number, options):
         assert grad[..., :3, :].isfinite().all()
 
 
+def test_a_learned_scale_is_refused():
+    """It would have no gradient."""
+    q, k, v = inputs(1, t=4)
+    with pytest.raises(ValueError, match=r"^scale: expected a finite factor of logits, .*; multiply q by a learned one"):
+        softmax_attention(q, k, v, scale=torch.tensor(0.5, requires_grad=True))
+
+
 @each("name", ["rope", "alibi", "t5", "ape-sequence-locality"])
 @each("empty", [0.0, torch.nan])
 def test_a_static_cache(name, empty):

@@ -15,6 +15,7 @@ from cases import (
     SchemeCase,
     ascending,
     close,
+    each,
     inputs,
     inputs_of,
     parents_first,
@@ -132,6 +133,18 @@ def test_reordered(case, kind):
 def test_an_order_is_numbers_of_samples(wrong):
     with pytest.raises(ValueError, match=r"index: expected numbers of samples, int64 \[n\], got "):
         State().reorder(wrong)
+
+
+@each("attention", ["linear", "softmax"])
+def test_an_order_has_samples_of_the_state(attention):
+    scheme, (q, k, v) = isopos.rope(HEAD_DIM, HEADS, attention=attention), inputs(2, t=6)
+    for n, wrong, message in (
+        (2, [0, 2], r"below 2, got \[0, 2\]$"),
+        (1, [1, 0], r"below 1, .*; keys that all samples share"),
+    ):
+        _, state = stream(scheme, (q, k[:n], v[:n]), sequence(6), (0, 6))
+        with pytest.raises(ValueError, match=f"index: expected numbers of samples {message}"):
+            state.reorder(torch.tensor(wrong))
 
 
 def test_shared_positions_stay_when_samples_are_reordered():

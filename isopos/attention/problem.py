@@ -205,8 +205,9 @@ def check_softmax(q: Tensor, k: Tensor, v: Tensor, options: SoftmaxOptions, *, s
     if problem.shards is not None and pairs:
         seen = problem.shards.total - problem.k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(scale, str) or not abs(scale) < math.inf:
-        raise ValueError(f"scale: expected a finite factor of logits, got {scale!r}")
+    if isinstance(scale, str) or not abs(scale) < math.inf or getattr(scale, "requires_grad", False):
+        remedy = "; multiply q by a learned one" if isinstance(scale, Tensor) else ""
+        raise ValueError(f"scale: expected a finite factor of logits, got {scale!r}{remedy}")
     dropout = probability("dropout", dropout)
     problem = replace(problem, scale=float(scale), locality=locality, attn_mask=attn_mask, dropout=dropout)
     q, k, batch, state = problem.q, problem.k, problem.batch, problem.state
