@@ -221,24 +221,24 @@ class Rotary(Encoding):
     def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Isometry:
         """Angles are float64; their cosines and sines are rounded once to `dtype`."""
         self.group.check(x)
-        self._check_length(x)
+        self.check_length(x)
         if isinstance(self.group, Ring) and not x.is_floating_point():
             x = x % self.group.period  # exact however often they go around
         return Rotation(rotations(x, self.extended(self.parameter), dtype), self.is_lift)
 
-    def _check_length(self, x: Tensor) -> None:
-        """ValueError unless positions are from 0 on and below `max_length`, and so the offsets of all tokens below it.
+    def check_length(self, *xs: Tensor) -> None:
+        """ValueError for positions of queries and keys beyond `max_length`, or as far apart.
 
         No check in a compiler or on a GPU, where it would synchronise.
         """
-        limit = self.max_length
-        if limit is None or torch.compiler.is_compiling() or x.device.type != "cpu" or not x.numel():
+        limit, xs = self.max_length, tuple(x for x in xs if x.numel())
+        if limit is None or torch.compiler.is_compiling() or not xs or any(x.device.type != "cpu" for x in xs):
             return
-        low, high = x.min().item(), x.max().item()
-        if low < 0 or high >= limit:
+        low, high = min(x.min().item() for x in xs), max(x.max().item() for x in xs)
+        if max(high - low, high, -low) >= limit:
             raise ValueError(
-                f"positions: expected 0 to {limit - 1}, since weights of offsets from {limit} on are negative, got {low} to "
-                f"{high}; count from 0, and build the scheme for the longest sequence, length={int(high - min(low, 0)) + 1}"
+                f"positions: expected magnitudes and offsets below {limit}, from which on weights are negative, "
+                f"got {low} to {high}; build the scheme for the longest sequence, length={int(max(high - low, high)) + 1}"
             )
 
 

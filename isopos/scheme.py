@@ -14,7 +14,7 @@ from isopos.catalog import at_least, expect
 from isopos.decays import RATES, Decay
 from isopos.deprecation import former_property
 from isopos.embeddings import Embedding
-from isopos.encodings import Coupling, shortest
+from isopos.encodings import Coupling, Rotary, shortest
 from isopos.exact import ExactModule, appended, cast_down, constants, describe, to_float64
 from isopos.feature_maps import FEATURE_MAPS, Favor, Phi, sides, undivided
 from isopos.kinds import AttentionName, DenominatorName, Linear, Softmax, feature_names, kind_of
@@ -444,6 +444,9 @@ class Scheme(nn.Module):
         else:
             query, shared = self.encoding.query(x, dtype), self.encoding.alike and x_key is None and not self.inside
             rho = query if shared else (query, self.encoding.key(y, dtype))
+            for part in self.encoding.modules() if x_key is not None and self.encoding.max_length is not None else ():
+                if isinstance(part, Rotary) and part.group == self.group:
+                    part.check_length(x, y)
         arguments: dict[str, Any] = {"isometry": rho, "decay": None}
         if self.transport and evaluated is not None:
             arguments["transport"] = (evaluated[1]["transport"][0], evaluated[0]["transport"][1])

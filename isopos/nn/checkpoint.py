@@ -71,8 +71,7 @@ def absorb(scheme: Scheme, *projections: nn.Linear) -> Scheme:
     absorbed = copy.copy(scheme)
     absorbed._modules = dict(scheme._modules)
     absorbed.encoding = rest
-    vars(absorbed).pop("fingerprint", None)  # it has changed
-    absorbed.origin = None
+    absorbed._known = absorbed.origin = None  # another fingerprint
     return absorbed
 
 
