@@ -31,11 +31,8 @@ __all__ = ["Arguments", "Choices", "Linear", "Scheme", "Softmax", "choices_of", 
 
 FORMER = {"ForgetGate": "Forget", "SelectiveRotation": "Turn", "ContragredientSum": "Beside"}
 """Names of renamed classes in fingerprints, which saved streams contain."""
-PARTS = {
-    "turn": (SelectiveRotation, ContentFrequency, HouseholderProduct),
-    "embedding": (Embedding,),
-    "bias": (RelativeBias,),
-}
+TURNS = (SelectiveRotation, ContentFrequency, HouseholderProduct)
+PARTS = {"turn": TURNS, "embedding": (Embedding,), "bias": (RelativeBias,)}
 """Types of the optional parts of a scheme."""
 
 
@@ -345,11 +342,11 @@ class Scheme(nn.Module):
         choices = (self.choices, self.heads, self.scale, self.locality, self.inside, self.width)
         digest = hashlib.sha256(repr(choices).encode())
         for name, module in self.named_modules():
-            kind = type(module).__name__
+            kind, own = type(module).__name__, type(module).__module__.startswith("isopos.")
+            follows = list | tuple | Mapping if own else ()  # what follows from the rest
             digest.update(f"{name} {FORMER.get(kind, kind)}".encode())
-            own = type(module).__module__.startswith("isopos.")  # whose lists and tuples follow from the rest
             for key, value in sorted((vars(module) | {"training": True}).items()):
-                if not (key.startswith("_") or (own and isinstance(value, list | tuple | Mapping))):  # PyTorch's, and hooks
+                if not (key.startswith("_") or isinstance(value, follows)):  # PyTorch's, and hooks
                     digest.update(constants(key, value, (Group, Extension)))
         return digest.hexdigest()
 
