@@ -620,7 +620,7 @@ def test_names_of_splits(tmp_path, name):
     assert found == [b"a" * 200, b"b" * 200, b"c" * 200]
     assert [Path(left).name for left in corpus.left] == ["README.html"]
     task = Language(data=str(tmp_path), length=8)
-    summary = "200 + 200 bytes, README.html left out, which has no split in its name"
+    summary = "200 + 200 bytes, left out without a split in the name: README.html"
     assert task.load(Recipe(task=task)).summary == summary
 
 

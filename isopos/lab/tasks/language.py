@@ -153,7 +153,9 @@ class Windows(Data):
         unknown = corpus.tokenizer.share_unknown(corpus.validation)
         self.summary = f"{len(corpus.train)} + {len(corpus.validation)} {unit}"
         self.summary += f", {unknown:.1%} of the held-out ones unknown" * (unknown > 0)
-        self.summary += "".join(f", {Path(name).name} left out, which has no split in its name" for name in corpus.left)
+        for name in corpus.left[:1]:
+            more = f" and {len(corpus.left) - 1} more" if len(corpus.left) > 1 else ""
+            self.summary += f", left out without a split in the name: {Path(name).name}{more}"
         self.splits = ("validation", "test") if len(corpus.test) else ("validation",)
 
     def infer(self, recipe: Recipe) -> Recipe:
