@@ -655,3 +655,12 @@ def test_complex_denominators_are_counted_and_none_twice():
             assert clamped.total == per_row
             if zero and built is scheme:
                 assert clamped.count == per_row
+
+
+def test_an_infinite_decay_is_refused():
+    """Weights of tokens at it would be NaN, exp(-inf + inf)."""
+    q, k, v = inputs(1, t=4)
+    decay = torch.tensor([0.0, -1, -torch.inf, -torch.inf], dtype=torch.float64).expand(HEADS, 4)
+    for causal in (True, False):
+        with pytest.raises(ValueError, match="decay: expected finite log decays, got -inf; a mask or segment_ids"):
+            linear_attention(q, k, v, decay=decay, causal=causal)

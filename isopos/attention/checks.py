@@ -309,6 +309,8 @@ def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None
         return
     if rises(key, before) or (query is not key and rises(query)):
         raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
+    if (key[..., -1:] == -torch.inf).any():  # the smallest one
+        raise ValueError("decay: expected finite log decays, got -inf; a mask or segment_ids end what tokens see")
     if query is key:
         return
     count = min(query.shape[-1], key.shape[-1])
