@@ -1,7 +1,6 @@
 """Causal sums in plain PyTorch operations, for `torch.export`: the program runs where isopos is not installed."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from isopos.ops.linear.features import Decays
@@ -31,7 +30,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, g: Decays) -> Tensor:
     q, k, v = q[..., index, :], torch.where((padded < t)[..., None], k[..., index, :], 0), v[..., index, :]
     if g is None:
         states = k.mT @ v
-        before = F.pad(states[..., :-1, :, :].cumsum(-3), (0, 0, 0, 0, 1, 0))
+        chunk = start // CHUNK  # states before a chunk are read by index: a slice would limit the program's length
+        before = torch.where((chunk > 0)[:, None, None], states[..., (chunk - 1).clamp_min(0), :, :], 0).cumsum(-3)
         near, far = (q @ k.mT).tril(), q @ before
     else:
         query, key = (x[..., index] for x in g)  # [*b h n c]
