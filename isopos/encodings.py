@@ -566,7 +566,7 @@ def shortest(parts: Iterable[Any]) -> int | None:
 
 def refusal_of_shared(parts: Iterable[nn.Module], rule: Extension) -> str:
     """The reason why a rule that needs all pairs of an axis does not apply to parts with the same coordinates, or ""."""
-    turning = [columns for part in parts for columns in [_turning(part)] if columns]
+    turning = [_turning(part) for part in parts]
     if not rule.by_series or sum(map(len, turning)) == len(set().union(*turning)):
         return ""
     return f"expected linear or llama3 for parts that rotate along the same axis, got {rule.name}, which needs all its pairs"
@@ -577,8 +577,8 @@ def _turning(part: nn.Module) -> set[int]:
     columns: set[int] = set()
     for module in part.modules():
         if isinstance(module, Coupling) and module.extensible:
-            is_fixed = isinstance(module, Rotary) and module.group == getattr(part, "group", None)
-            moved = module.parameter.detach().any(0).any(-1).tolist() if is_fixed else [True] * module.group.columns
+            known = isinstance(module, Rotary) and module.group == getattr(part, "group", None)
+            moved = module.parameter.detach().any(0).any(-1).tolist() if known else [True] * module.group.columns
             columns |= {column for column, moves in enumerate(moved) if moves}
     return columns
 

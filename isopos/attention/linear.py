@@ -284,17 +284,19 @@ def _kinds(rho: TokenMap | None) -> tuple[str, ...] | None:
 
 def _divided(total: Tensor, problem: LinearProblem) -> Tensor:
     """Sums divided by their denominators, unless the backend has divided them."""
+    return _quotient(total, problem) if problem.terms or problem.denominator == "complex" else total
+
+
+def _quotient(total: Tensor, problem: LinearProblem) -> Tensor:
+    """Sums divided by the denominators next to them, if there are any."""
     if problem.denominator == "complex":
         return linear.divide_complex(with_finite_gradient(total, (0, -1)))
-    return linear.divide(with_finite_gradient(total)) if problem.terms and problem.denominator is not None else total
+    return total if problem.denominator is None else linear.divide(with_finite_gradient(total))
 
 
 def _sharded(problem: LinearProblem) -> Tensor:
     """The output of one shard of a sequence over a group of processes."""
-    total = sharded.totals(sums_of(problem), problem)
-    if problem.denominator == "complex":
-        return linear.divide_complex(with_finite_gradient(total, (0, -1)))
-    return total if problem.denominator is None else linear.divide(with_finite_gradient(total))
+    return _quotient(sharded.totals(sums_of(problem), problem), problem)
 
 
 def _streamed(problem: LinearProblem, state: State) -> tuple[Tensor, State]:

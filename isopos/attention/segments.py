@@ -46,9 +46,9 @@ def segmented(
             wrong = "decay: expected log decays that do not increase along a segment; sort tokens by position"
         of_keys = torch.where(new, -JUMP, step).cumsum(-1)
         of_queries = of_keys[..., s - t :] + (query - key[..., s - t :])
-    if wrong and not marked:
-        raise ValueError(wrong)
     if wrong:
+        if not marked:
+            raise ValueError(wrong)
         of_queries, of_keys = torch.full_like(of_queries, torch.inf), torch.full_like(of_keys, torch.inf)
     return (of_queries, of_keys), torch.zeros_like(of_keys[..., -1])
 

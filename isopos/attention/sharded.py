@@ -102,7 +102,9 @@ def _far(q: Tensor, states: Tensor, g: Decays, edges: Decays, after: bool, rank:
 def _check_order(first: Tensor, last: Tensor) -> None:
     """Raise ValueError in all processes if log decays increase in a shard, which marks it, or from one to the next."""
     if first.device.type == "cpu" and bool((last == torch.inf).any()):
-        raise ValueError("decay: expected log decays that do not increase along tokens, got a shard in which they do")
+        raise ValueError(
+            "decay: expected log decays that do not increase along tokens, got a shard in which they do or are -inf"
+        )
     if first.device.type == "cpu" and bool((first[1:] > last[:-1]).any()):
         raise ValueError("decay: expected log decays that do not increase from shard to shard; sort tokens by position")
 

@@ -89,7 +89,8 @@ def _read(
             titles = cells if bare is None else titles
             at = column_index(name, titles, time) if time else 0
             columns = [column_index(name, titles, one) for one in values] or [n for n in range(len(titles)) if n != at]
-            if twice := next((titles[n] for n in columns if [titles[m] for m in columns].count(titles[n]) > 1), ""):
+            used = [titles[n] for n in columns]
+            if twice := next((title for title in used if used.count(title) > 1), ""):
                 raise ValueError(f"values: expected different columns, got {twice} twice; rename or leave out one")
             if at in columns or not columns:
                 remedy = f"; {text}" if (text := separators(titles)) else ""

@@ -87,5 +87,6 @@ def divide_complex(total: Tensor) -> Tensor:
     """
     (real, x), (imaginary, y) = (part.split((total.shape[-1] - 1, 1), -1) for part in total)
     square = x.square() + y.square()
-    count(square.detach().sqrt())
+    if counted():
+        count(square.detach().sqrt())
     return (real * x + imaginary * y) / square.clamp_min(EPS**2)
