@@ -54,7 +54,7 @@ def uncounted() -> Iterator[None]:
 
 def counted() -> bool:
     """Whether a counter is active."""
-    return _CLAMPED.get() is not None and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _CLAMPED.get() is not None
 
 
 def count(denominator: Tensor) -> None:
