@@ -291,10 +291,9 @@ class Tree(Group):
             return
         if x.is_meta:
             raise ValueError("positions: expected rows of trees with values, got a tensor on the meta device")
-        n, (parent, branch) = x.shape[-2], x.unbind(-1)
+        parent, branch = x.unbind(-1)
         for wrong, expected, remedy in (
             ((x < -1).any(-1) | ((parent < 0) != (branch < 0)), "roots (-1, -1)", "pad with -1 in both columns"),
-            (parent >= n, f"parents from 0 to {n - 1}", "a tensor holds all rows of its trees"),
             (branch >= self.branches, f"branches from 0 to {self.branches - 1}", "build the scheme with more, branches=N"),
         ):
             if wrong.any():

@@ -88,14 +88,20 @@ def forest(trees: Iterable[Tensor]) -> Tensor:
 def depths(position: Tensor) -> Tensor:
     """Edges from the root to each node of trees ``[*b n 2]``: int64 ``[*b n]``, in O(n log n).
 
-    Raises ValueError if a node is its own ancestor.
+    Raises ValueError if a tree lacks a node's parent, or a node is its own ancestor.
 
     Examples:
         >>> depths(tree("(+ (* a b) c)")).tolist()
         [0, 1, 2, 2, 1]
     """
-    n, up = position.shape[-2], parents_of(position)
-    depth = (position[..., 0] >= 0).long().flatten()
+    n = position.shape[-2]
+    if (beyond := position[..., 0] >= n).any():  # a row of the next sample's tree, or of none
+        row = beyond.nonzero()[0].tolist()
+        raise ValueError(
+            f"positions: expected parents from 0 to {n - 1}, got {position[tuple(row)].tolist()} in row {name_row(row)}; "
+            "a tensor holds all rows of its trees"
+        )
+    up, depth = parents_of(position), (position[..., 0] >= 0).long().flatten()
     for above in _doublings(up, n.bit_length()):
         further = depth[above]
         if not further.any():

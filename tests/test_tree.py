@@ -186,7 +186,11 @@ def test_autocast_does_not_reach_operators():
 def test_path_refuses_invalid_trees():
     with pytest.raises(ValueError, match="branches from 0 to 2, one per generator, got 3"):
         ops.path(generators(), torch.tensor([[-1, -1], [0, 3]]))
+    with pytest.raises(ValueError, match="branches from 0 to 2, one per generator, got -1"):
+        ops.path(generators(), torch.tensor([[-1, -1], [0, 0], [1, -1]]))
     for function in (ops.path, ops.path_naive):
+        with pytest.raises(ValueError, match=r"parents from 0 to 1, got \[2, 0\] in row 1 of sample 0"):  # a row of sample 1
+            function(generators(), torch.tensor([[[-1, -1], [2, 0]], [[-1, -1], [0, 0]]]))
         with pytest.raises(ValueError, match=r"got row \d, its own ancestor"):
             function(generators(), torch.tensor([[1, 0], [0, 0]]))
 

@@ -52,7 +52,7 @@ def path(generator: Tensor, position: Tensor) -> Tensor:
         pass keeps the result.
 
     Raises:
-        ValueError: If a branch has no generator, or a node is an ancestor of itself.
+        ValueError: If a branch has no generator, a parent has no row, or a node is an ancestor of itself.
     """
     return _path(generator, position)
 
@@ -74,9 +74,9 @@ class _Forest:
         *batch, self.length, _ = position.shape
         self.shape = (*batch, self.heads, self.length, self.features, self.features)
         depth, (parent, branch) = depths(position).flatten(), position.long().flatten(0, -2).unbind(-1)
-        if (branch >= branches).any():
+        if (wrong := (branch >= branches) | (branch < 0) & (parent >= 0)).any():
             raise ValueError(
-                f"position: expected branches from 0 to {branches - 1}, one per generator, got {int(branch.max())}"
+                f"position: expected branches from 0 to {branches - 1}, one per generator, got {int(branch[wrong][0])}"
             )
         key = depth * branches + branch  # -1 for roots
         order = key.argsort(stable=True)
