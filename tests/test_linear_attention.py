@@ -270,6 +270,15 @@ def test_the_naive_definition_refuses_other_denominators(denominator):
         naive_linear_attention(*inputs(1, t=5), denominator=denominator)
 
 
+@each("causal", [False, True])
+def test_several_gradients_at_once_are_refused(causal):
+    q, k, v = inputs(2, t=5, dtype=torch.float32, requires_grad=True)
+    for _ in range(2):  # the second call runs a plan
+        out = linear_attention(q, k, v, causal=causal)
+        with pytest.raises(RuntimeError, match=r"expected one gradient, got several .*naive_linear_attention"):
+            torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape), is_grads_batched=True)
+
+
 def test_transforms_of_torch_func_are_refused():
     q, k, v = inputs(1, t=5)
     with pytest.raises(RuntimeError, match=r"torch.func, got one; .*naive_linear_attention"):

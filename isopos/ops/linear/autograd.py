@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isopos.exact import full_precision, once
@@ -133,7 +134,10 @@ def refuses_step(sums: Sums) -> str:
 
 
 def check_gradient(grad: Tensor, q: Tensor) -> None:
-    """RuntimeError unless a gradient has numbers if queries have, as `FakeTensor`s of other modes have not."""
+    """RuntimeError unless a gradient is one, of numbers if queries have numbers, as `FakeTensor`s of other modes have not."""
+    if is_legacy_batchedtensor(grad):
+        remedy = "use isopos.attention.naive_linear_attention there"
+        raise RuntimeError(f"linear_attention: expected one gradient, got several (is_grads_batched=True); {remedy}")
     if isinstance(grad, FakeTensor) is not isinstance(q, FakeTensor):
         raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
 
