@@ -12,13 +12,18 @@ from dataclasses import asdict
 from isopos.lab.reports import recommendations
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
-from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow, listed
+from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow
 from isopos.lab.tasks.attentions import BASELINES
+from isopos.schemes import REGISTRY
 from tools.results_page import ResultTable
 
-__all__ = ["answers", "content", "overview", "questions"]
+__all__ = ["answers", "content", "overview", "questions", "untrained"]
 
-OVERVIEW = ("data", "best, or not shown to be behind (in so many comparisons)", "comparisons", "data sets")
+OVERVIEW = ("data", "best, or close to the best (on so many data sets)", "data sets")
+DRAWN = {"": "drawn by the task", "built-in": "drawn expressions"}  # data without a name of their own
+SOURCES = {"random trees": "random trees", "random symbols": "random symbols", "sst-": "SST's trees"}  # by prefix: some have
+SOURCES |= dict.fromkeys(("listops-copy", "listops-mirror"), "ListOps' trees")  # a file for each operation
+NAMED = 2  # schemes of an experiment in the overview
 SOFTMAX = "attention=softmax"
 GRAPHS = ("newer-graphs", "newer-graphs-us-counties", "newer-graphs-wordnet")
 PATCHED = ("newer-patched", "newer-patched-shakespeare", "newer-patched-wikitext2")
@@ -34,7 +39,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         {
             "lrpe-2": ("WikiText-103 test", "Books test"),
             "permuteformer-4": ("WikiText-103 test",),
-            "newer-text": ("linear", "decay"),
+            "newer-text-rates": ("linear", "decay"),
             "newer-text-shakespeare": ("linear", "decay"),
             "newer-text-wikitext2": ("linear", "decay"),
         },
@@ -43,7 +48,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "language",
         "Text from left to right, softmax attention",
         "softmax",
-        {"newer-text": ("softmax",), "newer-text-shakespeare": ("softmax",), "newer-text-wikitext2": ("softmax",)}
+        {"newer-text-rates": ("softmax",), "newer-text-shakespeare": ("softmax",), "newer-text-wikitext2": ("softmax",)}
         | dict.fromkeys(PATCHED, ("from the start",)),
     ),
     (
@@ -64,7 +69,7 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "",
         {
             "lengths": ("4,096", "16,384"),
-            "newer-text": ("linear, 4x", "decay, 4x", "softmax, 4x"),
+            "newer-text-rates": ("linear, 4x", "decay, 4x", "softmax, 4x"),
             "newer-text-shakespeare": ("linear, 4x", "decay, 4x", "softmax, 4x"),
             "newer-text-wikitext2": ("linear, 4x", "decay, 4x", "softmax, 4x"),
             "newer-content": ("linear, 4x", "softmax, 4x"),
@@ -125,8 +130,9 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         "scenes",
         "Images of several cameras, softmax attention",
         "",
-        {"newer-scenes": ("softmax", "softmax, rays")} | dict.fromkeys(PHOTOGRAPHS, ("softmax",)),
+        dict.fromkeys(("newer-scenes", *PHOTOGRAPHS), ("softmax",)),
     ),
+    ("scenes", "Images of several cameras, each pixel's ray an input", "", {"newer-scenes": ("softmax, rays",)}),
     (
         "scenes",
         "Images of several cameras, linear attention",
@@ -176,7 +182,8 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"
-    data = table.content["data"].get(column.corpus, column.corpus or "the task's own")
+    data = table.content["data"].get(column.corpus, column.corpus)
+    data = next((name for prefix, name in SOURCES.items() if data.startswith(prefix)), DRAWN.get(data, data))
     return Comparison(table.name, title, data, figure, table.seeds, table.rates, rows)
 
 
@@ -198,6 +205,18 @@ def _behind(lead: Difference | None) -> tuple[float, float | None]:
     return float(f"{lead.mean:.6g}"), None if math.isnan(lead.half) else float(f"{lead.half:.6g}")
 
 
+def untrained(tables: Sequence[ResultTable]) -> str:
+    """Names of the schemes that no row of a table of training has."""
+    rows = {
+        row.on(column.corpus).partition(":")[0]
+        for table in tables
+        for column in (() if table.timed else table.layout.columns)
+        for row in table.layout.rows
+        if row.name in table.ours.get(column.title, {})
+    }
+    return ", ".join(f"`{name}`" for name in REGISTRY if name not in rows)
+
+
 def content(known: Sequence[Question]) -> str:
     """The file recommendations.json."""
     return json.dumps([asdict(question) for question in known], indent=1, ensure_ascii=False) + "\n"
@@ -212,17 +231,22 @@ def overview(known: Sequence[Question]) -> str:
     """The generated table of all answers at the top of docs/choosing.md."""
     lines = []
     for question in known:
-        groups = [f"{listed([row.name for row in rows])} ({count})" for count, rows in question.level]
-        counts = len(question.decided), question.data_sets
+        found = []
+        for each in question.experiments:
+            leaders = [f"`{row.scheme}`" for row in each.leaders]
+            more = f" and {len(leaders) - NAMED} more" if len(leaders) > NAMED else ""
+            found += [f"{', '.join(leaders[:NAMED])}{more} ({len(each.data_sets)})"] if leaders else []
+        sets = len({each.data for each in question.comparisons})
         anchor = "".join(letter for letter in question.text.lower() if letter.isalnum() or letter in " -").replace(" ", "-")
         lines.append(
-            (f"[{question.text}](#{anchor})", "; ".join(groups) or "none in all: it depends on the data", *map(str, counts))
+            (f"[{question.text}](#{anchor})", "; ".join(found) or "none: it depends on the data, or is not shown", f"{sets}")
         )
-    return f"\n{markdown(OVERVIEW, lines, 'llrr')}\n"
+    return f"\n{markdown(OVERVIEW, lines, 'llr')}\n"
 
 
 def _section(question: Question) -> Iterator[str]:
-    yield from (f"## {question.text}", "", question.answer, "")
+    yield from (f"## {question.text}", "", *(f"- {answer}" for answer in question.answers), "")
+    yield from (markdown(recommendations.SUMMARY, recommendations.summary(question), "lllllr"), "")
     for comparison in question.comparisons:
         yield f'<details markdown="1"><summary>{recommendations.caption(comparison)}</summary>'
         yield from ("", markdown(recommendations.HEADER, recommendations.cells(comparison), "llrrl"), "", "</details>", "")

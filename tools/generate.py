@@ -50,6 +50,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     asked = choosing_page.questions(tables)
     yield recommendations.FILE, choosing_page.content(asked)
     choosing = {"overview": choosing_page.overview(asked), "answers": choosing_page.answers(asked)}
+    choosing["untrained"] = choosing_page.untrained(tables)
     yield ROOT / "docs" / "choosing.md", _filled("docs/choosing.md", choosing)
     yield ROOT / "docs" / "audit.md", _filled("docs/audit.md", _audit())
     yield ROOT / "docs" / "transformers.md", _filled("docs/transformers.md", {"families": _families()})

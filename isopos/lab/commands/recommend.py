@@ -12,26 +12,30 @@ from isopos.lab.reports import grids, recommendations
 
 @dataclass(frozen=True)
 class Options:
-    """Compare schemes for a task by the committed results, with 95% intervals, numbers of seeds and data."""
+    """Compare schemes for a kind of data by the committed results, with 95% intervals, numbers of seeds and data."""
 
-    task: Annotated[str, tyro.conf.Positional] = ""  # Task of the laboratory; by default all tasks, answers only.
+    task: Annotated[str, tyro.conf.Positional] = (
+        ""  # Task, or a word of the question (trees, camera); by default answers to all.
+    )
 
 
 def run(options: Options, console: Console) -> int:
-    """Print the answers to all questions, or to those about a task with the figures behind them."""
+    """Print the answers to all questions, or to those with a task or word, with the figures behind them."""
     questions = recommendations.load_questions()
-    tasks = list(dict.fromkeys(each.task for each in questions))
-    if options.task:
+    tasks, word = list(dict.fromkeys(each.task for each in questions)), options.task.lower()
+    found = [each for each in questions if each.task == word] or [each for each in questions if word in each.text.lower()]
+    if not found:
         expect("task with results", options.task, tasks)
-    for question in questions:
-        if options.task in ("", question.task):
-            grids.say(console, f"{question.task}: {question.text}", f"  {question.answer}", "")
-            for comparison in question.comparisons if options.task else ():
-                rows = recommendations.cells(comparison)
-                console.print(
-                    grids.console_table(recommendations.HEADER, rows, "llrrl", title=recommendations.caption(comparison))
-                )
-                console.print()
-    if not options.task:
+    for question in found:
+        grids.say(console, f"{question.task}: {question.text}", *(f"  {answer}" for answer in question.answers), "")
+        if not word:
+            continue
+        console.print(grids.console_table(recommendations.SUMMARY, recommendations.summary(question), "lllllr"))
+        for comparison in question.comparisons:
+            rows, title = recommendations.cells(comparison), recommendations.caption(comparison)
+            console.print()
+            console.print(grids.console_table(recommendations.HEADER, rows, "llrrl", title=title))
+        console.print()
+    if not word:
         grids.say(console, f"isopos recommend TASK prints the figures: {', '.join(tasks)}")
     return 0

@@ -15,7 +15,8 @@ FILE = Path(__file__).with_name("recommendations.json")
 FEW_DATA = 3  # on fewer data sets an answer says so
 LISTED = 4  # rows that an answer names
 HEADER = ("row", "scheme", "figure", "behind the best", "")
-BEST, LEVEL, BEHIND, UNKNOWN = "best", "no difference shown", "behind", "no interval"
+SUMMARY = ("table", "data", "best", "close to it", "nearest that is shown to be behind", "behind")
+BEST, CLOSE, LEVEL, BEHIND, UNKNOWN = "best", "close", "no difference shown", "behind", "no interval"
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,91 @@ class Comparison:
     rows: Sequence[SchemeRow]  # schemes, the best first
 
     def verdict(self, row: SchemeRow) -> str:
-        """Whether a row is the best, behind it, or neither as far as the interval shows."""
+        """Whether a row is the best, close to it, behind it, or none of these as far as the interval shows.
+
+        It is close if its interval includes 0 and ends before half of the distance to the worst row.
+        """
         if row is self.rows[0]:
             return BEST
         if row.half is None:
             return UNKNOWN
-        return BEHIND if row.behind > row.half else LEVEL
+        if row.behind > row.half:
+            return BEHIND
+        return CLOSE if row.behind + row.half < self.rows[-1].behind / 2 else LEVEL
+
+    def select(self, *verdicts: str) -> list[SchemeRow]:
+        """The rows with one of these verdicts."""
+        return [row for row in self.rows if self.verdict(row) in verdicts]
 
     @property
-    def schemes(self) -> set[str]:
-        """The schemes of its rows."""
-        return {row.scheme for row in self.rows}
+    def tells(self) -> bool:
+        """Whether a row is shown to be behind the best."""
+        return bool(self.select(BEHIND))
 
     @property
     def has_intervals(self) -> bool:
         """Whether differences have intervals: at least three seeds."""
         return any(row.half is not None for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Comparisons of the same schemes, on several data sets or in several columns of a table."""
+
+    comparisons: Sequence[Comparison]
+
+    @property
+    def data_sets(self) -> list[str]:
+        """Names of the data sets on which a difference is shown; of all, if there are none."""
+        told = [each.data for each in self.comparisons if each.tells]
+        return list(dict.fromkeys(told or [each.data for each in self.comparisons]))
+
+    @property
+    def leaders(self) -> list[SchemeRow]:
+        """Schemes that are best or close to the best in each comparison that tells a difference, the best by means first."""
+        told = [each for each in self.comparisons if each.tells]
+        shares: dict[str, list[float]] = {}
+        for each in told:
+            for row in each.select(BEST, CLOSE):
+                shares.setdefault(row.scheme, []).append(row.behind / each.rows[-1].behind)
+        found = sorted((sum(share), scheme) for scheme, share in shares.items() if len(share) == len(told))
+        rows = {row.scheme: row for each in told for row in each.rows}
+        return [rows[scheme] for _, scheme in found]
+
+    @property
+    def title(self) -> str:
+        """The first table, the columns, and the number of schemes."""
+        first, columns = self.comparisons[0], dict.fromkeys(each.column for each in self.comparisons)
+        return f"`{first.table}` ({'; '.join(columns)}; {len(first.rows)} schemes)"
+
+    @property
+    def answer(self) -> str:
+        """The leaders, and how far this is known: data sets, seeds and learning rates."""
+        told = [each for each in self.comparisons if each.tells]
+        if not any(each.has_intervals for each in self.comparisons):
+            return f"not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {_best(self.comparisons)}."
+        sets = f"{len(self.data_sets)} data set{'s' * (len(self.data_sets) > 1)}"
+        if not told:
+            return f"no row is shown to be behind another ({sets}): these figures do not tell."
+        sets += ": not known for others" * (len(self.data_sets) < FEW_DATA)
+        seeds = {each.seeds for each in told}
+        named = listed([f"{row.name} (`{row.scheme}`)" for row in self.leaders])
+        text = (
+            f"best, or close to the best: {named}"
+            if named
+            else f"none is best or close to the best in all. Best: {_best(told)}"
+        )
+        untold = "; ".join(self.label(each) for each in self.comparisons if not each.tells)
+        tuned = sum(bool(each.rates) for each in told)
+        rates = "the best of several learning rates for each row" if tuned else "one learning rate for all rows"
+        rates += f" in {tuned} of {len(told)} comparisons" * (0 < tuned < len(told))
+        numbers = " or ".join(map(str, sorted(seeds)))
+        return f"{text} ({sets}; {numbers} seeds; {rates})." + f" No difference is shown on {untold}." * bool(untold)
+
+    def label(self, comparison: Comparison) -> str:
+        """The data of a comparison, and its column if there are others on these data."""
+        several = sum(each.data == comparison.data for each in self.comparisons) > 1
+        return f"{comparison.data}, {comparison.column}" if several else comparison.data
 
 
 @dataclass(frozen=True)
@@ -79,52 +149,22 @@ class Question:
     comparisons: Sequence[Comparison]  # columns of tables
 
     @property
-    def decided(self) -> list[Comparison]:
-        """The comparisons with intervals."""
-        return [each for each in self.comparisons if each.has_intervals]
+    def experiments(self) -> list[Experiment]:
+        """The comparisons, those of the same schemes together."""
+        groups: dict[frozenset[str], list[Comparison]] = {}
+        for each in self.comparisons:
+            groups.setdefault(frozenset(row.scheme for row in each.rows), []).append(each)
+        return [Experiment(group) for group in groups.values()]
 
     @property
-    def data_sets(self) -> int:
-        """Number of data sets of these comparisons."""
-        return len({each.data for each in self.decided})
-
-    @property
-    def level(self) -> list[tuple[int, list[SchemeRow]]]:
-        """Rows that are behind in no comparison, with the number of comparisons that they are in.
-
-        First those in the most comparisons, then those in the most of the others, and so on.
-        """
-        groups, left = [], self.decided
-        while left and (found := _most_level(self.decided, left)):
-            rows, rest = found
-            groups.append((len(left) - len(rest), rows))
-            left = rest
-        return groups
-
-    @property
-    def answer(self) -> str:
-        """The rows that are behind in no comparison, and how far this is known."""
-        decided = self.decided
-        if not decided:
-            return f"Not known, with fewer than {MIN_SEEDS} seeds. Best by means alone: {_best(self.comparisons)}."
-        parts = [(count, listed([f"{row.name} (`{row.scheme}`)" for row in rows])) for count, rows in self.level]
-        left = len(decided) - sum(count for count, _ in parts)
-        parts += [(left, "none that is not behind in another")] if left else []
-        (count, first), *later = parts
-        compared = f"{count} of {len(decided)} comparison{'s' * (len(decided) > 1)}"
-        found = "; ".join((f"in {compared}: {first}", *(f"in {count} more: {named}" for count, named in later)))
-        text = f"Best, or not shown to be behind the best, {found}."
-        if left == len(decided):
-            text = f"It depends on the data: each row is shown to be behind in a comparison. Best: {_best(decided)}."
-        others = sum(len(each.rows) - 1 for each in decided)
-        behind = sum(each.verdict(row) == BEHIND for each in decided for row in each.rows)
-        sets, text = self.data_sets, f"{text} Of the {others} other figures {behind} are shown to be behind."
-        return text if sets >= FEW_DATA else f"{text} Seen on {sets} data set{'s' * (sets > 1)}: not known for others."
+    def answers(self) -> list[str]:
+        """An answer for each experiment."""
+        return [f"{each.title}: {each.answer}" for each in self.experiments]
 
 
 def _best(comparisons: Sequence[Comparison]) -> str:
     """The best row of each comparison."""
-    return "; ".join(f"{each.rows[0].name} (`{each.rows[0].scheme}`; {each.table}, {each.column})" for each in comparisons)
+    return "; ".join(f"{each.rows[0].name} (`{each.rows[0].scheme}`; {each.data}, {each.column})" for each in comparisons)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -132,22 +172,19 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
-def _most_level(
-    decided: Sequence[Comparison], left: Sequence[Comparison]
-) -> tuple[list[SchemeRow], list[Comparison]] | None:
-    """The rows that are behind in none and are in the most of the comparisons left, and the comparisons without them.
+def summary(question: Question) -> list[tuple[str, ...]]:
+    """Cells below `SUMMARY`: a line for each comparison, with the interval of the nearest row that is shown to be behind."""
+    lines = []
+    for each in question.comparisons:
+        best, close, behind = each.rows[0].name, [row.name for row in each.select(CLOSE)], each.select(BEHIND)
+        nearest = f"{behind[0].name} by {_interval(behind[0], each.seeds)}" if behind else "none"
+        counts = f"{len(behind)} of {len(each.rows) - 1}" if each.has_intervals else "no interval"
+        lines.append((f"{each.table}, {each.column}", each.data, best, listed(close) or "-", nearest, counts))
+    return lines
 
-    None if each row of these is behind in some comparison.
-    """
-    behind = {row.scheme for each in decided for row in each.rows if each.verdict(row) == BEHIND}
-    rows = {row.scheme: row for each in reversed(left) for row in each.rows if row.scheme not in behind}
-    found = {scheme: [each for each in left if scheme in each.schemes] for scheme in rows}
-    if not found:
-        return None
-    most = max(found, key=lambda scheme: (len(found[scheme]), sum(each.rows[0].scheme == scheme for each in left)))
-    level = [scheme for scheme in found if found[scheme] == found[most]]
-    level.sort(key=lambda scheme: -sum(each.rows[0].scheme == scheme for each in left))
-    return [rows[scheme] for scheme in level], [each for each in left if each not in found[most]]
+
+def _interval(row: SchemeRow, seeds: int) -> str:
+    return Difference(row.behind, math.nan if row.half is None else row.half, seeds).text(".2g")
 
 
 def cells(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -155,9 +192,8 @@ def cells(comparison: Comparison) -> list[tuple[str, ...]]:
     lines = []
     for row in comparison.rows:
         verdict = comparison.verdict(row)
-        behind = Difference(row.behind, math.nan if row.half is None else row.half, comparison.seeds)
         figure = f"{row.mean:.4g}" + (f" ± {row.spread:.2g}" if row.spread is not None else "")
-        lines.append((row.name, row.scheme, figure, "-" if verdict == BEST else behind.text(".2g"), verdict))
+        lines.append((row.name, row.scheme, figure, "-" if verdict == BEST else _interval(row, comparison.seeds), verdict))
     return lines
 
 

@@ -134,7 +134,7 @@ def refuses_step(sums: Sums) -> str:
 
 
 def check_gradient(grad: Tensor, q: Tensor) -> None:
-    """RuntimeError unless a gradient is one, of numbers if queries have numbers, as `FakeTensor`s of other modes have not."""
+    """RuntimeError unless a gradient is one, of numbers if queries have them, as `FakeTensor`s of other modes have not."""
     if is_legacy_batchedtensor(grad):
         remedy = "use isopos.attention.naive_linear_attention there"
         raise RuntimeError(f"linear_attention: expected one gradient, got several (is_grads_batched=True); {remedy}")
