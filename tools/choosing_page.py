@@ -182,9 +182,13 @@ def _comparison(table: ResultTable, title: str, kind: str) -> Comparison:
     rows = [SchemeRow(row, schemes[row], *_numbers(ours[row]), *_behind(leads.get(row))) for row in order]
     metric = layout.metric(column)
     figure = f"{metric.note or metric.figure}, {metric.better} is better"
-    data = table.content["data"].get(column.corpus, column.corpus)
-    data = next((name for prefix, name in SOURCES.items() if data.startswith(prefix)), DRAWN.get(data, data))
+    data = _source(table.content["data"].get(column.corpus, column.corpus))
     return Comparison(table.name, title, data, figure, table.seeds, table.rates, rows)
+
+
+def _source(data: str) -> str:
+    """The name of a data set, the same for all operations on it."""
+    return next((name for prefix, name in SOURCES.items() if data.startswith(prefix)), DRAWN.get(data, data))
 
 
 def _is_of(kind: str, scheme: str) -> bool:
