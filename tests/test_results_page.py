@@ -1,11 +1,12 @@
-"""Test the content that docs/results/README.md derives from its tables. test_schemes_page.py checks the committed file."""
+"""Test what docs/results derives from its tables. test_schemes_page.py checks the committed files."""
 
 import json
 
 import pytest
 
+from isopos.lab.reports import findings
 from isopos.lab.reports.intervals import to_best
-from tools import results_page
+from tools import conclusions, results_page
 
 pytestmark = pytest.mark.skipif(not results_page.FOLDER.exists(), reason="docs/ is part of the repository only")
 
@@ -70,10 +71,13 @@ def shown(tmp_path):
     return written
 
 
+def stated(tables):
+    return [f"- {text}" for table in tables for text in findings.statements(table)]
+
+
 def test_leaders_pairs_and_ranks(shown):
-    lines = results_page.findings(shown()).splitlines()
-    assert lines[1] == "### `toy`: Which?"
-    assert lines[3:] == [
+    lines = stated(shown())
+    assert lines == [
         "- left: Rope is best, ahead of PER by 0.1 [-0.0127, 0.213] (95% interval for 15 pairs at once, 3 seeds: no "
         "difference shown).",
         "- right: Rope is best, ahead of PER by 0.1 [0.0126, 0.187] (95% interval for 6 pairs at once, 3 seeds).",
@@ -90,22 +94,22 @@ def test_leaders_pairs_and_ranks(shown):
 
 def test_columns_whose_rows_are_too_close_cannot_tell_their_order(shown):
     close = {"left": {"Base": by_seed(5.0), "Rope": by_seed(5.04)}, "right": {"Base": by_seed(5.0), "Rope": by_seed(5.0)}}
-    (said,) = results_page._separation(*shown(figures=close))
+    (said,) = findings._separation(*shown(figures=close))
     assert said == "Too close to tell the order, with fewer than 5: left (4.0); right (0.0)."
 
 
 def test_higher_is_better_turns_every_order(shown):
-    lines = results_page.findings(shown("higher")).splitlines()
-    assert lines[3] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
-    assert lines[4].startswith("- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval for 6 pairs at")
+    lines = stated(shown("higher"))
+    assert lines[0] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
+    assert lines[1].startswith("- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval for 6 pairs at")
     assert lines[-1].endswith(" (one seed): Type1, left -0.500.")
 
 
 def test_two_seeds_have_no_interval(shown):
     two = {title: {row: dict(list(seeds.items())[:2]) for row, seeds in by_row.items()} for title, by_row in FIGURES.items()}
-    lines = results_page.findings(shown(figures=two, seeds=2)).splitlines()
-    assert lines[3].startswith("- left; right: Rope is best, ahead of PER by ")
-    assert lines[3].endswith(" (2 seeds: no interval).")
+    lines = stated(shown(figures=two, seeds=2))
+    assert lines[0].startswith("- left; right: Rope is best, ahead of PER by ")
+    assert lines[0].endswith(" (2 seeds: no interval).")
     assert "- right: of 3 pairs of rows by means alone (2 seeds) 2 in the paper's order, 1 not, 0 level" in "\n".join(lines)
     assert not any("shown" in line or "95%" in line for line in lines)
 
@@ -123,10 +127,10 @@ def test_rows_without_a_common_seed_have_no_interval(shown):
 
 
 def test_a_changed_figure_changes_the_statements(shown):
-    before = results_page.findings(shown())
+    before = stated(shown())
     changed = json.loads(json.dumps(FIGURES))
     changed["left"]["PER"]["1"] -= 1
-    assert results_page.findings(shown(figures=changed)) != before
+    assert stated(shown(figures=changed)) != before
 
 
 def test_rounds_have_quartiles_and_no_interval(shown):
@@ -134,8 +138,8 @@ def test_rounds_have_quartiles_and_no_interval(shown):
         title: {row: {"median": mean, "half": 0.1} for row, mean in (("Base", 9.0), ("Rope", 5.0), ("PER", 5.1))}
         for title in FIGURES
     }
-    lines = results_page.findings(shown(kind="cost", figures=ratios, rounds=21)).splitlines()
-    assert lines[3] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (quartiles overlap)."
+    lines = stated(shown(kind="cost", figures=ratios, rounds=21))
+    assert lines[0] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (quartiles overlap)."
     assert "of 3 pairs of rows 2 in the paper's order, 0 not, 1 with quartiles that overlap" in "\n".join(lines)
 
 
@@ -155,7 +159,7 @@ def test_what_the_order_owes_to_learning_rates(shown):
 
 def test_folders_say_data_seeds_and_commands(shown, tmp_path):
     page = results_page.folders(shown())
-    assert "| [`toy`](toy/table.md) | A toy: Which? | one: a; two: b | 3 seeds | 1 |" in page
+    assert "| [`toy`](toy/table.md), [picture](toy/distances.svg) | A toy: Which? | one: a; two: b | 3 seeds | 1 |" in page
     assert "- `toy`: Type1 on two, seeds 0, 1, 2.\n" in page
     assert f"    isopos table {tmp_path}/toy.toml --seeds 3\n" in page
 
@@ -164,7 +168,7 @@ def test_a_correlation_names_the_row_on_which_it_leans(shown):
     (toy,) = shown()
     names, ours = ("Base", *"bcdef"), (0, 4, 3, 2, 1, 9)
     vars(toy)["ours"] = {"left": {name: (n, 0.1) for name, n in zip(names, ours, strict=True)}}
-    line = results_page._ranks(toy, "left", dict(zip(names, range(6), strict=True)))
+    line = findings._ranks(toy, "left", dict(zip(names, range(6), strict=True)))
     assert line.endswith(" +0.43 over 6 rows, +0.00 without Base, -1.00 without Base and f.")
 
 
@@ -173,9 +177,22 @@ def test_rises_are_those_of_lengths(shown):
     base = {"Base": (2.0, 0.1)}
     vars(toy)["paper"] = {}
     vars(toy)["ours"] = {"512": base, "1,024": {"Base": (3.0, 0.1)}}
-    assert list(results_page._rises(toy)) == ["From 512 to 1,024: Base +50.0%."]
+    assert list(findings._rises(toy)) == ["From 512 to 1,024: Base +50.0%."]
     vars(toy)["ours"] = {"Copy": base, "Reverse": base}
-    assert not list(results_page._rises(toy))
+    assert not list(findings._rises(toy))
+
+
+def test_a_picture_has_distances_to_the_best_row(shown):
+    (toy,) = shown()
+    panels = findings.picture(toy).axes
+    assert [axes.get_title(loc="right") for axes in panels] == ["left: behind Rope, nats", "right: behind Rope, nats"]
+    assert [label.get_text() for label in panels[1].get_yticklabels()] == ["Rope", "PER", "a|b", "Base"]
+    dots = [container.lines[0] for container in panels[1].containers]
+    leads = toy.leads("right", ["Rope", "PER", "a|b", "Base"])
+    assert [dot.get_xdata()[0] for dot in dots] == [0.0, *(leads[row].mean for row in ("PER", "a|b", "Base"))]
+    bars = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in panels[1].containers[1:]]
+    assert bars == [[lead.mean - lead.half, lead.mean + lead.half] for lead in leads.values()]
+    assert [dot.get_markerfacecolor() == "none" for dot in dots] == [True, False, False, False]
 
 
 @pytest.fixture(scope="module")
@@ -183,15 +200,33 @@ def tables():
     return {one.name: one for one in results_page.read_all()}
 
 
+def test_conclusions_were_written_for_these_figures(tables):
+    """Prose is not derived: who changes figures reads it again."""
+    written, text = conclusions.read(), (results_page.FOLDER / "README.md").read_text(encoding="utf-8")
+    prose = text[text.index("## Conclusions") :]
+    for name, table in tables.items():
+        assert any(f"`{each}`" in prose for each in (name, table.content["commands"][0].split()[2])), name
+        assert written.get(name) == conclusions.fingerprint(table), conclusions.REMEDY.format(name=name)
+
+
+def test_a_changed_figure_changes_a_fingerprint(shown):
+    (before,) = map(conclusions.fingerprint, shown())
+    changed = json.loads(json.dumps(FIGURES))
+    changed["left"]["PER"]["1"] += 1e-9
+    (after,) = map(conclusions.fingerprint, shown(figures=changed))
+    assert before != after
+
+
 def test_orders_are_those_that_the_tables_state(tables):
     for one in tables.values():
         lines = (results_page.FOLDER / one.name / "table.md").read_text().splitlines()
-        stated = {text[2:].split(":")[0]: text for text in lines if "rank correlation with the paper" in text}
-        derived = [text for text in results_page.findings([one]).splitlines() if "rank correlation" in text]
-        assert len(derived) == len(stated)
+        notes = lines[: lines.index("## Findings")]
+        noted = {text[2:].split(":")[0]: text for text in notes if "rank correlation with the paper" in text}
+        derived = [text for text in stated([one]) if "rank correlation" in text]
+        assert len(derived) == len(noted)
         for text in derived:
             column, _, rest = text.removeprefix("- ").partition(": ")
-            assert stated[column].split(": ")[1].startswith(rest.partition(" rows")[0])
+            assert noted[column].split(": ")[1].startswith(rest.partition(" rows")[0])
 
 
 def test_what_the_page_makes_of_decays_is_true(tables):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from isopos.lab.reports import paper
+from isopos.lab.reports import findings, paper
 from isopos.lab.tables.loader import Cell, load_table, timing
 from isopos.lab.tasks.task import View
 
@@ -192,9 +192,10 @@ def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
         timing(tmp_path, corpus).write_text(json.dumps(rows))
     _, notes = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
     text = (tmp_path / "table.md").read_text()
+    before = text.partition("## Findings")[0]
     assert text == (EXPECTED / f"table-{kind}.md").read_text(encoding="utf-8")
-    assert [f"- {note}" for note in notes] == [line for line in text.splitlines() if line.startswith("- ")]
-    found = json.loads((tmp_path / paper.RESULTS).read_text())
+    assert [f"- {note}" for note in notes] == [line for line in before.splitlines() if line.startswith("- ")]
+    found = json.loads((tmp_path / findings.RESULTS).read_text())
     assert found["rounds"] == max(map(len, SECONDS.values()))
     shown = {row: f"{x['median']:.3f} ± {x['half']:.3f}" for by in found["figures"].values() for row, x in by.items()}
     assert all(figure in text for figure in shown.values())
@@ -203,9 +204,10 @@ def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
 def test_a_table_to_its_last_character(folder):
     _, notes = paper.write(load_table(str(folder / "toy.toml")), folder)
     text = (folder / "table.md").read_text()
+    before = text.partition("## Findings")[0]
     assert text == (EXPECTED / "table.md").read_text(encoding="utf-8")
-    assert [f"- {note}" for note in notes] == [line for line in text.splitlines() if line.startswith("- ")]
-    found = json.loads((folder / paper.RESULTS).read_text())["figures"]
+    assert [f"- {note}" for note in notes] == [line for line in before.splitlines() if line.startswith("- ")]
+    found = json.loads((folder / findings.RESULTS).read_text())["figures"]
     assert {title: {name: [*map(int, seeds)] for name, seeds in by.items()} for title, by in found.items()} == {
         "loss": {"Base": [0, 1, 2], "Rope": [0, 1, 2, 3], "Decayed | rope": [0, 1, 2], "Ours": [0, 2]},
         "half-way": {"Base": [0, 1, 2], "Rope": [0, 1, 2, 3], "Decayed | rope": [0, 1, 2], "Ours": [0, 2]},

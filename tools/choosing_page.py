@@ -1,7 +1,7 @@
 """Which scheme for which data: recommendations.json of `isopos recommend` and docs/choosing.md, from docs/results.
 
-Each question names columns of tables. Intervals of differences to the best row are those of `tools.results_page`, for all
-rows of a column at once.
+Each question names columns of tables. Intervals of differences to the best row hold for all
+rows of a column at once (`isopos.lab.reports.findings`).
 """
 
 import json
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from isopos.lab.reports import recommendations
+from isopos.lab.reports.findings import ResultTable
 from isopos.lab.reports.grids import markdown
 from isopos.lab.reports.intervals import Difference
 from isopos.lab.reports.recommendations import Comparison, Question, SchemeRow
 from isopos.lab.tasks.attentions import BASELINES
 from isopos.schemes import REGISTRY
-from tools.results_page import ResultTable
 
 __all__ = ["answers", "content", "overview", "questions", "untrained"]
 

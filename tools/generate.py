@@ -3,8 +3,8 @@
 They are the stub isopos/__init__.pyi, docs/schemes.md, and sections between marks in README.md, docs/guide.md,
 CONTRIBUTING.md (the examples of tests/extension), docs/audit.md (checks, and faults and models of tests/faults.py),
 docs/transformers.md (models of tests/families.py), docs/performance.md, docs/gpu-h100.md (rows of docs/gpu),
-docs/results/README.md and docs/choosing.md (summaries of tables of results; isopos/lab/reports/recommendations.json has
-the figures of the last).
+docs/results and docs/choosing.md (summaries of tables of results; isopos/lab/reports/recommendations.json has
+the figures of the last). Pictures of these tables are written, and not compared: matplotlib's versions differ.
 """
 
 import re
@@ -15,8 +15,9 @@ from pathlib import Path
 import isopos
 from isopos.audit import CHECKS
 from isopos.lab.bench import gpu_check, gpu_rows
-from isopos.lab.reports import recommendations
+from isopos.lab.reports import findings, recommendations
 from isopos.lab.reports.grids import markdown
+from isopos.lab.reports.plots import svg_text
 from isopos.scheme import choices_of
 from isopos.schemes import REGISTRY
 from tools import choosing_page, performance_page, results_page, schemes_page
@@ -44,9 +45,12 @@ def generated() -> Iterator[tuple[Path, str]]:
     codes = {path.name: f"\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n" for path in examples}
     yield ROOT / "CONTRIBUTING.md", _filled("CONTRIBUTING.md", codes)
     tables = results_page.read_all()
-    parts = (results_page.folders, results_page.tuning, results_page.findings)
+    parts = (results_page.folders, results_page.tuning)
     results = {part.__name__: part(tables) for part in parts}
     yield ROOT / "docs" / "results" / "README.md", _filled("docs/results/README.md", results)
+    for table in tables:
+        file = f"docs/results/{table.name}/table.md"
+        yield ROOT / file, _filled(file, {"findings": findings.section(table)})
     asked = choosing_page.questions(tables)
     yield recommendations.FILE, choosing_page.content(asked)
     choosing = {"overview": choosing_page.overview(asked), "answers": choosing_page.answers(asked)}
@@ -119,3 +123,5 @@ def _audit() -> dict[str, str]:
 if __name__ == "__main__":
     for path, text in generated():
         path.write_text(text, encoding="utf-8")
+    for table in results_page.read_all():
+        (results_page.FOLDER / table.name / "distances.svg").write_text(svg_text(findings.picture(table)), encoding="utf-8")

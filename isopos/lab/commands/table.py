@@ -63,7 +63,7 @@ class Options:
     """Run the missing cells of a paper's table, and print the paper's figures next to ours. Arrays: isopos tables.
 
     Results are kept in runs/tables/NAME-SCALE: the same command continues there, and processes that share the folder divide
-    the cells. Writes table.md, results.json and curves.svg.
+    the cells. Writes table.md, results.json, distances.svg and curves.svg.
     """
 
     table: Annotated[
@@ -140,7 +140,8 @@ def run(options: Options, console: Console) -> int:
     grid, notes = paper.write(table, folder)
     console.print(grid)
     grids.say(console, *notes)
-    grids.say(console, f"written: {folder / 'table.md'}, {folder / 'results.json'}, {folder / 'curves.svg'}")
+    files = [folder / name for name in ("table.md", "results.json", "distances.svg", "curves.svg")]
+    grids.say(console, f"written: {', '.join(str(file) for file in files if file.exists())}")
     return status
 
 

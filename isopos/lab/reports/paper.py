@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from isopos.lab.recipes import PLACEMENT, Recipe
-from isopos.lab.reports import grids, rates
+from isopos.lab.reports import findings, grids, rates
 from isopos.lab.reports.intervals import FEW, MIN_SEEDS, Difference, correlation_text, spearman, to_best
 from isopos.lab.reports.plots import line_style, literal, plain, svg_text
 from isopos.lab.runs.files import write_json, write_text
@@ -35,7 +35,6 @@ from isopos.lab.timing import Spread
 
 # Fields that do not change a model, or are reported elsewhere:
 IGNORED = (*PLACEMENT, "scheme", "seed", "data", "validate_every", "accumulate", "recompute")
-RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
-    """Write table.md, results.json and curves.svg of a table; return the table for a console, and the notes below it."""
+    """Write table.md, results.json and pictures of a table; return the table for a console, and the notes below it."""
     about = read_about(folder)
     chosen = rates.choices(table, folder, about["corpora"], about["rates"])
     rows = [_results(table, row, folder, about) for row in table.rows]
@@ -87,9 +86,14 @@ def write(table: PaperTable, folder: Path) -> tuple[Table, list[str]]:
     lines = [f"# {table.title}", "", f"{table.citation}, at the scale `{about['scale']}`.", ""]
     lines += [grids.markdown(titles, grid, align), "", *(f"- {text}" for text in notes), ""]
     lines += _distance_table(table, rows, about)
+    write_json(folder / findings.RESULTS, _content(table, rows, about, chosen))
+    if about["scale"] != "tiny":
+        found = findings.read(folder / findings.RESULTS, table)
+        lines += ["## Findings", "", f"<!-- generated: findings -->{findings.section(found)}<!-- end -->", ""]
+        lines += ["![distances to the best row](distances.svg)", ""]
+        write_text(folder / "distances.svg", svg_text(findings.picture(found)))
     lines += [*(f"    {command}" for command in about["commands"]), "", "![curves](curves.svg)", ""]
     write_text(folder / "table.md", "\n".join(lines))
-    write_json(folder / RESULTS, _content(table, rows, about, chosen))
     draw = _ratios if table.timed else _figures_by_choice if table.x_axis else _curves
     figure = draw(table, rows, _trained_from_scratch(table, about))
     write_text(folder / "curves.svg", svg_text(figure))

@@ -105,7 +105,7 @@ def svg_text(figure: Figure, **options: Any) -> str:
     """
     buffer = io.StringIO()
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
-    with rc_context({"svg.fonttype": "none"}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "isopos"}):  # names of parts that do not change
         figure.savefig(buffer, format="svg", metadata=metadata, **options)
     return buffer.getvalue().replace(STYLE, STYLE + DARK, 1)
 
