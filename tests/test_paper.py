@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from isopos.lab.recipes import Recipe
-from isopos.lab.reports import paper
+from isopos.lab.reports import findings, paper
 from isopos.lab.tables.loader import load_table
 
 TABLE = """
@@ -88,7 +88,7 @@ def test_a_column_before_the_end_is_missing_without_validations(write):
 def test_figures_that_are_not_finite_are_none(write, tmp_path):
     _, page = write("lower", seeds=2, figure=lambda name, ours, seed: math.nan if (name, seed) == ("Rope", 1) else ours)
     assert "Rope, figure: not finite." in page
-    assert json.loads((tmp_path / paper.RESULTS).read_text())["figures"]["figure"]["Rope"] == {"0": 3.0}
+    assert json.loads((tmp_path / findings.RESULTS).read_text())["figures"]["figure"]["Rope"] == {"0": 3.0}
 
 
 def test_a_figure_that_was_not_scored_is_not_called_infinite(write):
@@ -115,7 +115,7 @@ def test_a_seed_that_diverged_has_no_part_in_curves(write, tmp_path):
 
 def test_figures_are_kept_as_data_too(write, tmp_path):
     write("lower", seeds=2, lacking={("Rope", 0)})
-    found = json.loads((tmp_path / paper.RESULTS).read_text())["figures"]
+    found = json.loads((tmp_path / findings.RESULTS).read_text())["figures"]
     assert found == {"figure": {"Base": {"0": 1.0, "1": 2.0}, "Rope": {"1": 4.0}, "Both | more": {"0": 2.0, "1": 3.0},
                                 "Alone": {"0": 9.0, "1": 10.0}}}  # fmt: skip
 
@@ -229,7 +229,7 @@ def drawn(monkeypatch):
 
 def test_speeds_are_drawn_next_to_the_names_of_rows_and_to_the_paper_s(write, drawn):
     write("higher", more='kind = "speed"', timing=[{"Base": 1.0, "Rope": 1 / ratio} for ratio in (1.0, 2.0, 3.0, 5.0, 9.0)])
-    (axes,) = drawn
+    *_, axes = drawn  # after those of distances
     names = {place: label.get_text() for place, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
     ours = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "o"}
     paper_s = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in axes.get_lines() if line.get_marker() == "x"}
@@ -264,7 +264,7 @@ def test_figures_are_drawn_by_the_choice_in_which_columns_differ(tmp_path, drawn
         return 0.8 - 0.1 * int(title) * (name == "Base") + 0.02 * seed
 
     of_images(tmp_path, 'along = "shift"', {str(n): f"view = {{ shift = {n} }}" for n in (4, 0, 2)}, value)
-    (axes,) = drawn
+    *_, axes = drawn  # after those of distances
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("shift", "accuracy")
     assert [line.get_label() for line in axes.lines] == ["Base", "Grid"]
     for line in axes.lines:
