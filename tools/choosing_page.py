@@ -127,6 +127,16 @@ QUESTIONS = (  # task, data and attention, kind of attention or "" for both, col
         },
     ),
     (
+        "images",
+        "Images at other resolutions than in training, softmax attention",
+        "softmax",
+        {
+            "newer-resolutions": [
+                f"{title}, {side} px" for side in (48, 64) for title in ("MNIST", "Fashion", "Tiny-ImageNet")
+            ]
+        },
+    ),
+    (
         "scenes",
         "Images of several cameras, softmax attention",
         "",
