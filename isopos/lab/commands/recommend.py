@@ -14,9 +14,7 @@ from isopos.lab.reports import grids, recommendations
 class Options:
     """Compare schemes for a kind of data by the committed results, with 95% intervals, numbers of seeds and data."""
 
-    task: Annotated[str, tyro.conf.Positional] = (
-        ""  # Task, or a word of the question (trees, camera); by default answers to all.
-    )
+    task: Annotated[str, tyro.conf.Positional] = ""  # Task, or a word of the question (trees); by default all answers.
 
 
 def run(options: Options, console: Console) -> int:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, correlation_text, spearman, to_best
-from isopos.lab.reports.plots import literal, plain
+from isopos.lab.reports.plots import EVEN, ODD, literal, plain
 from isopos.lab.runs.files import read_json
 from isopos.lab.tables.loader import PaperTable, load_table
 
@@ -36,7 +36,6 @@ KINDS = {
     "missing": list[str],
     "figures": dict[str, dict[str, dict[str, float]]],
 }
-LEVEL_COLOUR, BEHIND_COLOUR = "#0072b2", "#d55e00"
 INCHES, ROW_INCHES = 4.3, 0.24  # the width of a picture, which a phone shows whole, and the height of a row
 NAME = 24  # letters in a line of a name
 
@@ -301,7 +300,7 @@ def _dots(axes: Axes, table: ResultTable, column: str) -> None:
         lead = leads.get(row)
         centre, half = figures[row] if table.timed else (lead.mean, lead.half) if lead else (0.0, math.nan)
         shown = bool(lead and lead.excludes_zero)
-        colour = BEHIND_COLOUR if shown else LEVEL_COLOUR
+        colour = ODD if shown else EVEN
         bar, face = None if math.isnan(half) else half, colour if shown else "none"
         axes.errorbar(centre, y - _room(row) / 2, xerr=bar, fmt="o", color=colour, markersize=5, markerfacecolor=face)
         ticks.append(y - _room(row) / 2)
@@ -316,4 +315,4 @@ def _dots(axes: Axes, table: ResultTable, column: str) -> None:
     axes.set_title(_wrapped(label, 52), fontsize=8.5, loc="right")
     axes.tick_params(axis="x", labelsize=8)
     if not table.timed:
-        axes.axvline(0, color=LEVEL_COLOUR, linewidth=0.8)
+        axes.axvline(0, color=EVEN, linewidth=0.8)

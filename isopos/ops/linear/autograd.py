@@ -15,6 +15,8 @@ from isopos.feature_maps import FeatureMap
 from isopos.ops.library import warn_if_absent, watched
 from isopos.ops.linear.features import Sums
 
+REMEDY = "use isopos.attention.naive_linear_attention there"  # for derivatives that kernels do not have
+
 
 class Backend(ABC):
     """Base class of implementations of the sums. The first one that serves a problem runs it."""
@@ -67,8 +69,7 @@ class Kernel(Backend, ABC):
         except RuntimeError as error:
             if "functorch" not in str(error):
                 raise
-            remedy = "use isopos.attention.naive_linear_attention there"
-            raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {remedy}") from None
+            raise RuntimeError(f"linear_attention: expected no transform of torch.func, got one; {REMEDY}") from None
         return (result, ()) if sums.stream is None else (result[0], result[1:])
 
 
@@ -136,8 +137,7 @@ def refuses_step(sums: Sums) -> str:
 def check_gradient(grad: Tensor, q: Tensor) -> None:
     """RuntimeError unless a gradient is one, of numbers if queries have them, as `FakeTensor`s of other modes have not."""
     if is_legacy_batchedtensor(grad):
-        remedy = "use isopos.attention.naive_linear_attention there"
-        raise RuntimeError(f"linear_attention: expected one gradient, got several (is_grads_batched=True); {remedy}")
+        raise RuntimeError(f"linear_attention: expected one gradient, got several (is_grads_batched=True); {REMEDY}")
     if isinstance(grad, FakeTensor) is not isinstance(q, FakeTensor):
         raise RuntimeError("linear_attention: expected a gradient of numbers, got a FakeTensor, or one for FakeTensors")
 
