@@ -66,7 +66,7 @@ def test_an_address_that_does_not_answer_is_one_line(isopos, tmp_path, arguments
 
 def test_what_is_timed_needs_one_machine(isopos):
     code, _, err = isopos("table", "lrpe-6", "--scale=tiny", "--ray=auto")
-    assert (code, err) == (2, "isopos: ray: expected none, since lrpe-6 times steps on one machine, got auto\n")
+    assert (code, err) == (2, "isopos: ray: expected none, since lrpe-6 measures steps on one machine, got auto\n")
 
 
 def test_a_job_elsewhere_says_why_it_cannot_be_done(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import forks
@@ -584,6 +585,26 @@ def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monk
     assert "image-Performer" in isopos("table", name, "--scale", "tiny", "--rows", "Performer", "--dry-run")[1]
 
 
+def test_memory_is_that_of_a_step_in_a_process_of_its_own(tmp_path, isopos, monkeypatch):
+    """A bias of all pairs of 512 tokens takes 4 MiB a layer and more, which neither the fused kernel nor sums over tokens do."""
+    monkeypatch.setattr(reproduce, "MEMORY_ROUNDS", 1)
+    text = Path(FOLDER, "arena-memory.toml").read_text(encoding="utf-8").replace("length = 64", "length = 512")
+    (tmp_path / "own.toml").write_text(text, encoding="utf-8")
+    rows = "Performer,Performer + T5-style pos. emb. (ours: softmax)"
+    command = ("table", "own.toml", "--scale", "tiny", "--rows", rows)
+    code, out, err = isopos(*command, "--device", "cpu")
+    assert code == 0, err
+    folder = tmp_path / "runs" / "tables" / "own-tiny"
+    for corpus in ("text", "retrieval", "image", "pathfinder"):
+        (mib,) = json.loads((folder / f"timing-{corpus}.json").read_text())["rounds"]
+        softmax, linear, biased = (mib[row] for row in ("Transformer", *rows.split(",")))
+        assert 0.5 * softmax < linear < 2 * softmax
+        assert biased > softmax + 2 * 2 * 512**2 * 4 / 2**20 - 1, "weights of both samples and both heads"
+        assert f"{softmax:,.1f} MiB, the median of 1 rounds" in " ".join(out.split())
+    assert "Machine: 4 rounds, on torch" in (folder / "table.md").read_text()
+    assert "0 of 8 cells are missing" in isopos(*command, "--dry-run")[1]
+
+
 def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos, tmp_path):
     """Two seeds mark no row. Three seeds with differences 0.02, 0.05, 0.08 mark none; three differences of 0.05 do."""
     text = TASKS.replace('baseline = "flat"', 'baseline = "flat"\nmarked = true')
@@ -629,7 +650,7 @@ def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos
         (["lrpe-6", "--data", "x.txt"], "data: expected none, since this table chooses no data"),
         (["lrpe-5", "--name", "a/b"], "name: expected the name of one folder"),
         (["lrpe-2", "--steps", "-1"], "steps: expected a number from 1 to 1,000,000,000,000, got -1"),
-        (["lrpe-6", "--steps", "10"], "steps: expected none, since lrpe-6 times steps without training, got 10"),
+        (["lrpe-6", "--steps", "10"], "steps: expected none, since lrpe-6 measures steps without training, got 10"),
         (["lrpe-6", "--device", "gpu"], "device: expected cpu, cuda or auto, got 'gpu'"),
     ],
 )
@@ -782,7 +803,7 @@ def test_missing_rounds_by_row(tmp_path):
     rows = [table.row(name) for name in ("Base", "Rope", "Type2")]
     rounds = [{"Base": 1.0, "Rope": 1.0}] * 20 + [{"Base": 1.0, "Type2": 1.0}] * 3
     (tmp_path / "timing.json").write_text(json.dumps(rounds))
-    assert reproduce._missing_rounds(rows, tmp_path, "") == {"Rope": 1, "Type2": 18}
+    assert reproduce._missing_rounds(table, rows, tmp_path, "") == {"Rope": 1, "Type2": 18}
 
 
 def test_a_metric_of_a_split_that_the_data_lack_is_of_the_validation(tmp_path, monkeypatch):

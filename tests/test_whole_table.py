@@ -180,7 +180,7 @@ SECONDS = {  # rounds; the last one of short lacks a row, and nobody timed Ours 
 }
 
 
-@pytest.mark.parametrize("kind", ["speed", "latency"])
+@pytest.mark.parametrize("kind", ["speed", "latency", "memory"])
 def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
     (tmp_path / "toy.toml").write_text(TIMED.format(kind=kind))

@@ -1,14 +1,17 @@
-"""Interleaved timing of workloads, and one measurement as a row: every round's seconds, as a table and as JSON."""
+"""Interleaved timing of workloads, peak memory, and one measurement as a row: each round's seconds, as a table and as JSON."""
 
 import dataclasses
 import gc
 import math
+import re
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -209,6 +212,16 @@ def seconds_of(workload: Callable[[], object], device: str, repeats: int = 1, be
         return (time.perf_counter() - start) / repeats
     finally:
         gc.enable()
+
+
+def peak_memory(device: str = "cpu") -> int:
+    """Largest memory so far, in bytes: resident memory of this process, or memory of a GPU that its tensors took."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would include the parent's memory at the fork
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager

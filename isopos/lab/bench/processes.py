@@ -4,15 +4,12 @@ import itertools
 import json
 import os
 import platform
-import re
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ import torch
 from isopos.attention import linear_attention
 from isopos.lab.bench import gpu, races
 from isopos.lab.bench.races import Shape, scheme_for
-from isopos.lab.timing import Row, at_most, rounds_of
+from isopos.lab.timing import Row, at_most, peak_memory, rounds_of
 from isopos.positions import sequence
 from isopos.schemes import REGISTRY
 
@@ -158,9 +155,9 @@ def peak(spec: str, shape: Shape) -> float:
     out = linear_attention(*small, **scheme.at(sequence(256)), causal=True)
     out.backward(torch.ones_like(out))  # warm-up: the first explicit gradient makes PyTorch import about 25 MiB
     at, grad = scheme.at(sequence(shape.length)), torch.ones(sizes)
-    before = _high_water()
+    before = peak_memory()
     linear_attention(*inputs, causal=True, **at).backward(grad)
-    return (_high_water() - before) / inputs[0].nbytes
+    return (peak_memory() - before) / inputs[0].nbytes
 
 
 def long(spec: str, shape: Shape) -> float:
@@ -169,9 +166,9 @@ def long(spec: str, shape: Shape) -> float:
     q, k, v = (torch.randn(shape.batch, shape.heads, shape.length, shape.head_dim) for _ in range(3))
     with torch.no_grad():
         linear_attention(*(x[..., :512, :] for x in (q, k, v)), causal=True, **scheme.at(sequence(min(512, shape.length))))
-        before = _high_water()
+        before = peak_memory()
         linear_attention(q, k, v, causal=True, **scheme.at(sequence(shape.length)))
-    return (_high_water() - before - q.nbytes) / 2**20
+    return (peak_memory() - before - q.nbytes) / 2**20
 
 
 def construction(rounds: int, nodes: int = NODES) -> Iterator[Row]:
@@ -202,19 +199,11 @@ def tree_operators(nodes: int) -> dict[str, float]:
     encoding = REGISTRY["ape-tree"](64, 1).encoding
     with torch.no_grad():
         encoding(positions[:3])
-        before, start = _high_water(), time.perf_counter()
+        before, start = peak_memory(), time.perf_counter()
         rho = encoding(positions)
         seconds = time.perf_counter() - start
     result = sum(tensor.nbytes for tensor in rho.tensors())
-    return {"seconds": seconds, "bytes": _high_water() - before, "result": result}
-
-
-def _high_water() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would include the parent's memory at the fork
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "bytes": peak_memory() - before, "result": result}
 
 
 FUNCTIONS = {

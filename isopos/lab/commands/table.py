@@ -52,7 +52,7 @@ from isopos.lab.tables.loader import (
 from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
-ROUNDS = 21
+ROUNDS, MEMORY_ROUNDS = 21, 3  # memory hardly varies
 UNTIMED = ("scheme", "seed", "data")  # fields of a recipe that do not concern all rounds
 LOCK_SECONDS = 10.0  # to wait for the lock of about.json
 HOW_OFTEN = re.compile(r" --(seeds|rates)([ =][\d.][\d.e-]*)+")  # arguments whose later value replaces an earlier one
@@ -113,7 +113,9 @@ def run(options: Options, console: Console) -> int:
     cells = [] if table.timed else plan()
     if options.dry_run:
         untimed = [
-            cell_name(name, row, 0).removesuffix("-seed0") for name in recipes for row in _missing_rounds(rows, folder, name)
+            cell_name(name, row, 0).removesuffix("-seed0")
+            for name in recipes
+            for row in _missing_rounds(table, rows, folder, name)
         ]
         missing = untimed if table.timed else [cell.folder.name for cell in cells if not cell.done]
         count = f"{len(missing)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
@@ -170,7 +172,7 @@ def _fill(
 
 def _check_rates(table: PaperTable, recipes: Mapping[str, Recipe], rates: Sequence[float]) -> None:
     """Raise a ValueError if learning rates cannot be tried."""
-    require("rates", rates, f"none, since {table.name} times steps without training", not rates or not table.timed)
+    require("rates", rates, f"none, since {table.name} measures steps without training", not rates or not table.timed)
     right = len({f"{rate:g}" for rate in rates}) == len(rates) != 1 and all(0 < rate < math.inf for rate in rates)
     require("rates", rates, "several different positive multiples of the learning rate, or none", right)
     unseen = [name for name, recipe in recipes.items() if rates and not recipe.training.validate_every]
@@ -190,7 +192,7 @@ def _check_ray(table: PaperTable, options: Options, device: str) -> None:
     import torch
 
     if options.ray:
-        require("ray", options.ray, f"none, since {table.name} times steps on one machine", not table.timed)
+        require("ray", options.ray, f"none, since {table.name} measures steps on one machine", not table.timed)
         cluster.check_cluster(options.ray, device, torch.get_num_threads())
 
 
@@ -339,13 +341,13 @@ def _commands(before: Sequence[str], command: str, whole: bool) -> list[str]:
     return [*(old for old in before if not whole or HOW_OFTEN.sub("", old) != same), command]
 
 
-def _missing_rounds(rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
-    """Number of missing timing rounds of a corpus, by row."""
-    rounds = speed_rounds(folder, corpus)
+def _missing_rounds(table: PaperTable, rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
+    """Number of missing rounds of a corpus, by row."""
+    rounds, wanted = speed_rounds(folder, corpus), MEMORY_ROUNDS if table.kind == "memory" else ROUNDS
     return {
         row.name: count
         for row in rows
-        if row.on(corpus) and (count := ROUNDS - sum(row.name in seconds for seconds in rounds)) > 0
+        if row.on(corpus) and (count := wanted - sum(row.name in seconds for seconds in rounds)) > 0
     }
 
 
@@ -458,15 +460,15 @@ def _check_rounds(before: Mapping[str, str], now: Mapping[str, str], more: bool,
 def _time(
     folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[TableRow], console: Console
 ) -> None:
-    """Time steps or answers of the baseline and of all schemes with missing rounds, until no rounds are missing."""
-    from isopos.lab.training.run import answer_times, step_times
+    """Measure the baseline and all schemes with missing rounds, until no rounds are missing."""
+    from isopos.lab.training.run import answer_times, step_memory, step_times
 
-    times, path = answer_times if table.kind == "latency" else step_times, timing(folder, corpus)
+    measures, path = {"latency": answer_times, "memory": step_memory}, timing(folder, corpus)
     with try_lock(folder / "timing") as mine:
         if not mine:
             grids.say(console, f"rounds{' of ' * bool(corpus)}{corpus} are being timed by {holder(folder / 'timing')}")
             return
-        known, missing = read_timing(folder, corpus), _missing_rounds(rows, folder, corpus)
+        known, missing = read_timing(folder, corpus), _missing_rounds(table, rows, folder, corpus)
         described = {name: str(value) for name, value in recipe.as_dict().items() if name not in (*PLACEMENT, *UNTIMED)}
         described |= {"data": data.sha256, **{f"row {row.name}": row.on(corpus) for row in rows}}
         machine, rounds = _machine(recipe.training.device), known["rounds"]
@@ -478,8 +480,9 @@ def _time(
         count, timed = max(missing.values()), {name: table.row(name).on(corpus) for name in (table.baseline, *missing)}
         with Bars(console, total=count) as bars:
             show = bars.add(f"rounds of all schemes{', ' * bool(corpus)}{corpus}", count)
-            for n, seconds in enumerate(times(recipe, data, timed, count), 1):
+            measure = measures.get(table.kind, step_times)
+            for n, costs in enumerate(measure(recipe, data, timed, count), 1):
                 signals.raise_pending()
-                rounds.append(seconds)
+                rounds.append(costs)
                 write_json(path, {"timed": {**known["timed"], **described}, "machine": machine, "rounds": rounds})
                 show(n)

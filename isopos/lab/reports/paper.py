@@ -364,7 +364,7 @@ def _notes(
             yield "Data without a test split are scored on their validation split in the columns of the test."
     else:
         yield "Figures are medians of the rounds' ratios to the baseline, and half the range between their quartiles."
-        yield from _seconds(table, folder)
+        yield from _baseline(table, folder)
     if table.marked:
         yield (
             "Marked (*) are the best figure and figures not shown to differ from it: the 95% interval of the differences "
@@ -386,18 +386,20 @@ def _notes(
     count = f"{len(seconds)} {'rounds' if table.timed else 'cells'}"
     named = [cell.get("machine", "") for cell in cells] + [timing["machine"] for timing in timings if timing["rounds"]]
     machines = " and ".join(filter(None, dict.fromkeys(named))) or about["machine"]
-    yield f"Machine time: {sum(seconds) / 60:.1f} minutes, {count}, on {machines}."
+    time = "" if table.kind == "memory" else f" time: {sum(seconds) / 60:.1f} minutes,"
+    yield f"Machine{time or ':'} {count}, on {machines}."
 
 
-def _seconds(table: PaperTable, folder: Path) -> Iterator[str]:
-    """The baseline's time, if the table shows ratios of times."""
+def _baseline(table: PaperTable, folder: Path) -> Iterator[str]:
+    """The baseline's time or memory, if the table shows ratios to it."""
     if TIMED[table.kind].better == "higher":
         return
     for column in table.columns:
         rounds = speed_rounds(folder, column.corpus)
-        if seconds := [times[table.baseline] for times in rounds if table.baseline in times]:
-            median = f"{statistics.median(seconds) * 1e3:,.2f} ms"
-            yield f"{column.title}: {table.baseline} takes {median}, the median of {len(seconds)} rounds."
+        if costs := [round[table.baseline] for round in rounds if table.baseline in round]:
+            median = statistics.median(costs)
+            text = f"{median:,.1f} MiB" if table.kind == "memory" else f"{median * 1e3:,.2f} ms"
+            yield f"{column.title}: {table.baseline} takes {text}, the median of {len(costs)} rounds."
 
 
 def _short(name: str) -> str:

@@ -24,6 +24,7 @@ TIMED = {
     "speed": Metric("relative speed", "", "higher", ".2f"),
     "cost": Metric("relative time of a training step", "", "lower", ".2f"),
     "latency": Metric("relative time of one answer", "", "lower", ".2f"),
+    "memory": Metric("relative memory of a training step", "", "lower", ".2f"),
 }
 """Kinds of tables without training, and the ratio of a row to the baseline that they show."""
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
@@ -123,7 +124,7 @@ class PaperTable:
         if not steps:
             return self
         if self.timed:
-            raise ValueError(f"steps: expected none, since {self.name} times steps without training, got {steps}")
+            raise ValueError(f"steps: expected none, since {self.name} measures steps without training, got {steps}")
 
         def longer(scales: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
             return {**scales, scale: {**scales.get(scale, {}), "steps": steps}}
@@ -149,13 +150,13 @@ class PaperTable:
 
     @property
     def timed(self) -> bool:
-        """Whether the table shows times instead of scores."""
+        """Whether the table shows times or memory instead of scores."""
         return self.kind in TIMED
 
-    def ratio(self, seconds: Mapping[str, float], row: str) -> float:
-        """Ratio of a row to the baseline in one round of seconds."""
-        time = seconds[row] / seconds[self.baseline]
-        return 1 / time if TIMED[self.kind].better == "higher" else time
+    def ratio(self, costs: Mapping[str, float], row: str) -> float:
+        """Ratio of a row to the baseline in one round of seconds or MiB."""
+        cost = costs[row] / costs[self.baseline]
+        return 1 / cost if TIMED[self.kind].better == "higher" else cost
 
     def task_of(self, corpus: str) -> Task:
         """The task of a corpus."""
@@ -322,12 +323,12 @@ def cell_name(corpus: str, scheme: str, seed: int, rate: float = 1.0, start_rate
 
 
 def timing(folder: Path, corpus: str = "") -> Path:
-    """Path of the seconds of a corpus."""
+    """Path of the seconds, or of the MiB, of a corpus."""
     return folder / f"timing{'-' * bool(corpus)}{corpus}.json"
 
 
 def read_timing(folder: Path, corpus: str = "") -> dict[str, Any]:
-    """What was timed, by name, on which machine, and rounds: seconds of a training step, or of an answer, by row."""
+    """What was timed, by name, on which machine, and rounds: seconds, or MiB of a table of memory, by row."""
     path, kinds = timing(folder, corpus), {"timed": dict[str, str], "machine": str, "rounds": list[dict[str, float]]}
     empty = {"timed": {}, "machine": "", "rounds": []}
     if not path.exists():
@@ -340,7 +341,7 @@ def read_timing(folder: Path, corpus: str = "") -> dict[str, Any]:
 
 
 def speed_rounds(folder: Path, corpus: str = "") -> list[dict[str, float]]:
-    """Seconds of a training step, or of an answer, by row, for each round so far."""
+    """Seconds of a training step or of an answer, or MiB of a step, by row, for each round so far."""
     return read_timing(folder, corpus)["rounds"]
 
 

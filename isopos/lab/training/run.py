@@ -7,8 +7,10 @@ schemes with wider queries and keys, and other kinds of attention, draw other in
 import copy
 import importlib.util
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +38,7 @@ from isopos.lab.runs.locks import locked
 from isopos.lab.tasks.attentions import BASELINES
 from isopos.lab.tasks.build import build_scheme, machine_memory
 from isopos.lab.tasks.task import Data
-from isopos.lab.timing import interleave
+from isopos.lab.timing import interleave, peak_memory
 from isopos.lab.training import OnStep
 from isopos.models import PerLayer
 from isopos.scheme import Scheme
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from isopos.lab.training.trainer import Fitted
 
 EXAMPLE_COUNT = 5  # examples in a report
+SHORT = 64  # tokens of a step whose memory is too little to matter
 
 
 def usable_device(device: str) -> str:
@@ -252,6 +255,29 @@ def answer_times(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds:
     """Time forward passes of the same sample; yield seconds by the names of `schemes`, a round each."""
     workloads = {name: _workload(recipe.edit(scheme=scheme, batch=1), data, False) for name, scheme in schemes.items()}
     yield from interleave(workloads, rounds, recipe.training.device)
+
+
+def step_memory(recipe: Recipe, data: Data, schemes: Mapping[str, str], rounds: int) -> Iterator[dict[str, float]]:
+    """Peak memory of a forward and backward pass by the names of `schemes`, in MiB above model and batch, in each round.
+
+    Each is measured in a process of its own, so that no freed memory is used again.
+    """
+    recipes = {name: recipe.edit(scheme=scheme) for name, scheme in schemes.items()}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+        for _ in range(rounds):
+            yield {name: processes.submit(_step_memory, one, data).result() for name, one in recipes.items()}
+
+
+def _step_memory(recipe: Recipe, data: Data) -> float:
+    """Peak memory of a forward and backward pass in a new process, in MiB above model, batch and libraries."""
+    device = recipe.training.device
+    if "length" in recipe.names:  # the first step loads libraries, 10 to 40 MiB
+        short = recipe.edit(batch=1, length=min(SHORT, recipe.task.length))
+        _workload(short, short.task.load(short), True)()
+    run = _workload(recipe, data, True)
+    before = peak_memory(device)
+    run()
+    return (peak_memory(device) - before) / 2**20
 
 
 def _workload(recipe: Recipe, data: Data, gradients: bool) -> Callable[[], None]:
