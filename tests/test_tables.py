@@ -586,7 +586,7 @@ def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monk
 
 
 def test_memory_is_that_of_a_step_in_a_process_of_its_own(tmp_path, isopos, monkeypatch):
-    """A bias of all pairs of 512 tokens takes 4 MiB a layer and more, which neither the fused kernel nor sums over tokens do."""
+    """A bias of all pairs of 512 tokens takes 4 MiB and more, which neither the fused kernel nor sums over tokens do."""
     monkeypatch.setattr(reproduce, "MEMORY_ROUNDS", 1)
     text = Path(FOLDER, "arena-memory.toml").read_text(encoding="utf-8").replace("length = 64", "length = 512")
     (tmp_path / "own.toml").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Interleaved timing of workloads, peak memory, and one measurement as a row: each round's seconds, as a table and as JSON."""
+"""Interleaved timing of workloads, peak memory, and one measurement as a row: every round, as a table and as JSON."""
 
 import dataclasses
 import gc
