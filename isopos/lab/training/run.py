@@ -272,7 +272,7 @@ def _step_memory(recipe: Recipe, data: Data) -> float:
     """Peak memory of a forward and backward pass in a new process, in MiB above model, batch and libraries."""
     device = recipe.training.device
     if "length" in recipe.names:  # the first step loads libraries, 10 to 40 MiB
-        short = recipe.edit(batch=1, length=min(SHORT, recipe.task.length))
+        short = recipe.edit(batch=1, length=min(SHORT, recipe.as_dict()["length"]))
         _workload(short, short.task.load(short), True)()
     run = _workload(recipe, data, True)
     before = peak_memory(device)
