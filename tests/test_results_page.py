@@ -57,6 +57,7 @@ def shown(tmp_path):
         (tmp_path / "toy.toml").write_text(LAYOUT.format(kind=kind, better=f', better = "{better}"' if better else ""))
         content = {
             "commands": [f"isopos table {tmp_path}/toy.toml --seeds 3"],
+            "scale": "small",
             "seeds": 3,
             "rounds": 0,
             "data": {"one": "a", "two": "b"},
@@ -89,6 +90,7 @@ def test_leaders_pairs_and_ranks(shown):
         "- right: of 3 pairs of rows 2 in the paper's order, 1 not, 0 without a difference shown; against ours the paper "
         "has PER before Rope.",
         "- Gained by learning angles, over the fixed ones that they start with (one seed): Type1, left +0.500.",
+        "- Weights of models for one, two: as many as with Base, within 1%.",
     ]
 
 
@@ -102,7 +104,7 @@ def test_higher_is_better_turns_every_order(shown):
     lines = stated(shown("higher"))
     assert lines[0] == "- left: Type1 with fixed angles is best, ahead of Type1 by 0.5 (one seed)."
     assert lines[1].startswith("- right: Base is best, ahead of a|b by 1e+03 [1e+03, 1e+03] (95% interval for 6 pairs at")
-    assert lines[-1].endswith(" (one seed): Type1, left -0.500.")
+    assert lines[-2].endswith(" (one seed): Type1, left -0.500.")
 
 
 def test_two_seeds_have_no_interval(shown):
@@ -141,6 +143,20 @@ def test_rounds_have_quartiles_and_no_interval(shown):
     lines = stated(shown(kind="cost", figures=ratios, rounds=21))
     assert lines[0] == "- left; right: Rope is best, ahead of PER by 0.1, 0.1 (quartiles overlap)."
     assert "of 3 pairs of rows 2 in the paper's order, 0 not, 1 with quartiles that overlap" in "\n".join(lines)
+
+
+def test_rows_with_more_weights_are_named(shown, monkeypatch):
+    """Learned vectors have as many weights as positions times features; rows that were not run are not named."""
+    wide = LAYOUT.replace('name = "a|b", scheme = "none"', 'name = "a|b", scheme = "permuteformer:width=4"')
+    monkeypatch.setitem(globals(), "LAYOUT", wide.replace('scheme = "rope", fig', 'scheme = "learned", fig'))
+    left = {row: FIGURES["left"][row] for row in ("Base", "Rope", "PER")}
+    (toy,) = shown(figures={"left": left, "right": FIGURES["right"]})
+    recipe = toy.layout.recipe_at("small", toy.layout.corpus("one"))
+    vectors, width, layers = recipe.task.length * recipe.model.model_dim, recipe.model.model_dim, recipe.model.layers
+    *_, one, two = stated([toy])
+    assert one == f"- Weights of models for one: as many as with Base, within 1%, but for Rope with {vectors:+,}."
+    assert two.startswith(one.removesuffix(".").replace("for one", "for two") + ", a|b with +")
+    assert int(two.rpartition("+")[2].rstrip(".").replace(",", "")) == layers * 2 * 3 * (width * width + width)
 
 
 def test_what_the_order_owes_to_learning_rates(shown):

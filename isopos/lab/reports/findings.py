@@ -17,17 +17,20 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from isopos.lab.recipes import Recipe
 from isopos.lab.reports.intervals import FEW, MIN_SEEDS, NOT_SHOWN, Difference, correlation_text, spearman, to_best
 from isopos.lab.reports.plots import EVEN, ODD, literal, plain
 from isopos.lab.runs.files import read_json
 from isopos.lab.tables.loader import PaperTable, load_table
 
 RESULTS = "results.json"
+SAME = 0.01  # largest difference of numbers of weights that is not named
 APART = 5  # standard deviations by which the best and the worst row of a column should differ
 SEPARATE = "quartiles do not overlap"
 CHOSEN = {"rates": dict[str, float], "correlation": float | None}
 KINDS = {
     "commands": list[str],
+    "scale": str,
     "seeds": int,
     "rounds": int,
     "data": dict[str, str],
@@ -167,6 +170,30 @@ def statements(table: ResultTable) -> Iterator[str]:
     for certainty, gains in _learned(table).items():
         yield f"Gained by learning angles, over the fixed ones that they start with ({certainty}): {'; '.join(gains)}."
     yield from _rises(table)
+    yield from _weights(table)
+
+
+def _weights(table: ResultTable) -> Iterator[str]:
+    """Rows with over 1% more or fewer weights than the baseline's model: for these, figures compare sizes, too."""
+    layout, differ = table.layout, dict[str, list[str]]()
+    shown = {(column.corpus, row) for column in layout.columns for row in table.ours.get(column.title, ())}
+    for name in table.content["data"] or ("",):
+        recipe = layout.recipe_at(table.content["scale"], layout.corpus(name))
+        counts = {row.name: _count(recipe.edit(scheme=row.on(name))) for row in layout.rows if (name, row.name) in shown}
+        base = _count(recipe.edit(scheme=layout.row(layout.baseline).on(name)))
+        more = {row: count - base for row, count in counts.items() if count}  # sizes depend on the data, too; these do not
+        text = ", ".join(f"{row} with {count:+,}" for row, count in more.items() if abs(count) > SAME * base)
+        differ.setdefault(text, []).append(name)
+    for text, names in differ.items():
+        where = f" of models for {', '.join(names)}" if any(names) else ""
+        yield f"Weights{where}: as many as with {layout.baseline}, within {SAME:.0%}{f', but for {text}' * bool(text)}."
+
+
+def _count(recipe: Recipe) -> int:
+    """The number of weights of a recipe's model; 0 if it needs a package that is not here."""
+    from isopos.lab.tasks.attentions import absence
+
+    return 0 if absence(recipe.scheme) else sum(weight.numel() for weight in recipe.task.model(recipe).parameters())
 
 
 def _rises(table: ResultTable) -> Iterator[str]:
