@@ -90,6 +90,8 @@ class Group(ABC):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != self.columns:
             build = "isopos.sequence(t), isopos.grid(...), isopos.product(...) and isopos.positions.tree(...) build them"
+            if isinstance(x, tuple):
+                build = "x, segment_ids = isopos.packed(lengths) has both"
             if isinstance(x, Tensor) and x.ndim:  # position ids [*b t], as other libraries have them
                 one = self.columns == 1
                 build = "x[..., None] makes a column of them" if one else f"torch.stack(columns, -1) joins columns; {build}"

@@ -211,8 +211,8 @@ def test_check_measures_schemes_and_your_own_encodings(isopos, monkeypatch, tmp_
         ("rop", "did you mean rope"),
         ("rope:bse=1", "did you mean base"),
         ("nowhere:X", "cannot import"),
-        ("math:Sin", "math has no 'Sin'"),
-        ("math:sin", "no arguments"),
+        ("math:Sin", "math has no 'Sin': it has no encoding"),
+        ("math:sin", "no arguments, got: math.sin() takes exactly one argument (0 given); give them defaults, or, if it is"),
         ("math:pi", "float"),
     ],
 )

@@ -374,6 +374,9 @@ def test_folders_that_are_no_model_of_softmax_attention(isopos, folder):
     assert "new_folder: expected a new folder" in isopos("convert", "base", "base")[2]
     patch(FAMILIES["llama"].make(), scheme_of("rope")).save_pretrained("linear")
     assert "folder: expected a model with positions and softmax" in isopos("convert", "linear", "new")[2]
+    FAMILIES["bert"].make().save_pretrained("both")
+    assert "folder: expected a causal language model in both, " in (err := isopos("convert", "both", "new")[2])
+    assert err.endswith(": it is a BertForMaskedLM\n")
     assert "new_folder: expected a new folder, got ., which exists" in isopos("convert", "base", ".")[2]
 
 

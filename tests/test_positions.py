@@ -236,6 +236,11 @@ def test_position_ids_without_a_column_get_the_hint(name):
                 call(wrong)
 
 
+def test_a_packed_pair_is_told_from_positions():
+    with pytest.raises(ValueError, match=r"got tuple; x, segment_ids = isopos\.packed\(lengths\) has both"):
+        isopos.rope(16, 2).at(packed([2, 3]))
+
+
 # Times
 
 

@@ -62,6 +62,13 @@ def test_a_terminal_has_bars(printed):
     assert "0/20, " not in text
 
 
+def test_a_resumed_run_starts_where_it_was(capsys):
+    with Bars(Console()) as bars:
+        show = bars.add("rope", 20, done=9)
+        show(10, 1.5)
+    assert list(map(str.strip, capsys.readouterr().out.splitlines())) == ["rope: 9/20", "rope: 10/20, 1.500"]
+
+
 def test_an_unknown_loss_is_left_out(capsys):
     with Bars(Console()) as bars:
         bars.add("rounds", 1)(1)

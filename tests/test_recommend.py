@@ -126,6 +126,9 @@ def test_the_command(isopos):
     assert code == 0
     assert out.count("scenes: Images of several cameras") == 3
     assert "graphs: " not in out
+    code, out, _ = isopos("recommend", "trees")  # a task without results, and a word of another task's question
+    assert (code, out.splitlines()[0]) == (0, "task trees: no results; these answers have the word in their question")
+    assert "tree-transduction: Trees to copy" in out
     code, _, err = isopos("recommend", "seriez")
     assert code == 2
     assert err.startswith("isopos: task with results: expected one of")

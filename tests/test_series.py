@@ -117,14 +117,21 @@ def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
         ("nan,1", "line 2, column 1: a: expected an ISO time or a number, got 'nan'"),
         ("2024-01-01,1\n1704067200,2", "line 3, column 1: a: expected an ISO time, as the first, got '1704"),
         ("1,1\n2024-01-01,2", "line 3, column 1: a: expected a number, as the first, got '2024-01-01'"),
-        ("2024-01-02,1\n\n2024-01-02,2", "line 4, column 1: a: expected a time after the one above, got '2024"),
+        (
+            "2024-01-02,1\n\n2024-01-02,2",
+            "line 4, column 1: a: expected a time after the one above, of rows in order of time, got '2024",
+        ),
         ("2024-01-01,1\n2024-01-02T00:00Z,2", "line 3, column 1: a: expected an offset from UTC for all times"),
         ("2024-01-01,1\n2024-01-02,x", "line 3, column 2: b: expected a number or nothing, got 'x'; --values"),
         (
             "0001-01-01T00:00+02:00,1\n9999-12-31T23:00-05:00,2",
             "line 3, column 1: a: expected a time in the years 1 to 9999",
         ),
-        ("1704067200000,1", "line 2, column 1: a: expected a time in the years 1 to 9999, in seconds since 1970 where"),
+        (
+            "1704067200000,1",
+            "line 2, column 1: a: expected a time in the years 1 to 9999, in seconds since 1970 where "
+            "it is a number; divide milliseconds by 1000",
+        ),
         ("1e308,1", "line 2, column 1: a: expected a time in the years 1 to 9999"),
         ("2024-01-01,1\n2024-01-02,1e45", "line 3, column 2: b: expected a number of at most 1e+30, got '1e45'"),
         ("2024-01-01,1_000", "line 2, column 2: b: expected a number or nothing, got '1_000'; --values"),
@@ -134,6 +141,8 @@ def test_digits_that_are_no_date_or_have_a_unit_are_numbers(tmp_path):
             "line 2, column 1: a: expected a time or a number, but this may be either; write 2020-01-01T00:00:00, or 2020.0 "
             "for a number, got '2020'",
         ),
+        ("1700,1\n1701,2", "line 2, column 1: a: expected a time or a number, but this may be either; write 1700-01-01T"),
+        ("202402,1\n202403,2", "line 2, column 1: a: expected a time or a number, but this may be either; write 2024-02-01"),
         (
             "2024013118,1",
             "line 2, column 1: a: expected a time or a number, but this may be either; write 2024-01-31T18:00:00",

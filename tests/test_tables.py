@@ -25,6 +25,7 @@ from isopos.lab.commands import table as reproduce
 from isopos.lab.recipes import SCALES
 from isopos.lab.reports.intervals import spearman
 from isopos.lab.reports.rates import validations
+from isopos.lab.tables import loader
 from isopos.lab.tables.loader import FOLDER, TABLES, load_table, scored
 from isopos.lab.tasks.attentions import absence
 from isopos.lab.tasks.build import build_scheme
@@ -548,7 +549,7 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     assert (code, "relative speed" in out) == (0, True)
     path = tmp_path / "runs" / "tables" / "lrpe-6-tiny" / "timing.json"
     rounds = json.loads(path.read_text())["rounds"]
-    assert [set(one) for one in rounds] == [{"Base", "Rope"}] * reproduce.ROUNDS
+    assert [set(one) for one in rounds] == [{"Base", "Rope"}] * loader.ROUNDS
     both = isopos("table", "newer-text", "--rows", "string, circulant,rope", "--scale", "tiny", "--dry-run")[1]
     assert "string+variant=circulant" in both
     assert "linear-rope-" in both
@@ -556,14 +557,14 @@ def test_timings_are_rounds_that_schemes_share(isopos, tmp_path):
     code, out, _ = isopos("table", "lrpe-6", "--rows", "Type2,Rope", "--scale", "tiny")
     more = json.loads(path.read_text())["rounds"]
     assert more[: len(rounds)] == rounds
-    assert [set(one) for one in more[len(rounds) :]] == [{"Base", "Type2"}] * reproduce.ROUNDS
+    assert [set(one) for one in more[len(rounds) :]] == [{"Base", "Type2"}] * loader.ROUNDS
     code, out, _ = isopos("table", "lrpe-6", *rows, "--dry-run")
     assert "0 of 2 cells are missing" in out
 
 
 @pytest.mark.parametrize(("name", "what"), [("permuteformer-2", "training step"), ("permuteformer-3", "one answer")])
 def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monkeypatch):
-    monkeypatch.setattr(reproduce, "ROUNDS", 3)
+    monkeypatch.setattr(loader, "ROUNDS", 3)
     code, _, err = isopos("table", name, "--scale", "tiny", "--device", "cpu", "--rows", "Transformer,PermuteFormer")
     assert code == 0, err
     folder = tmp_path / "runs" / "tables" / f"{name}-tiny"
@@ -580,14 +581,19 @@ def test_costs_are_ratios_of_rounds_by_column(isopos, tmp_path, name, what, monk
         assert f"{column.title}: Transformer takes " in page
     assert "Performer on text; Performer on retrieval" in page
     assert "updates to" not in page
+    assert "rounds" not in page.partition("Missing:")[2].partition("\n")[0]
     again = isopos("table", name, "--scale", "tiny", "--rows", "Transformer,PermuteFormer", "--dry-run")[1]
     assert "0 of 8 cells are missing" in " ".join(again.split())
     assert "image-Performer" in isopos("table", name, "--scale", "tiny", "--rows", "Performer", "--dry-run")[1]
+    path = folder / "timing-text.json"
+    path.write_text(path.read_text().replace('"layers": "1"', '"layers": "2"'))
+    code, _, err = isopos("table", name, "--scale", "tiny", "--dry-run")
+    assert (code, "layers: expected that of" in err) == (2, True), err
 
 
 def test_memory_is_that_of_a_step_in_a_process_of_its_own(tmp_path, isopos, monkeypatch):
     """A bias of all pairs of 512 tokens takes 4 MiB and more, which neither the fused kernel nor sums over tokens do."""
-    monkeypatch.setattr(reproduce, "MEMORY_ROUNDS", 1)
+    monkeypatch.setattr(loader, "MEMORY_ROUNDS", 1)
     text = Path(FOLDER, "arena-memory.toml").read_text(encoding="utf-8").replace("length = 64", "length = 512")
     (tmp_path / "own.toml").write_text(text, encoding="utf-8")
     rows = "Performer,Performer + T5-style pos. emb. (ours: softmax)"
@@ -643,7 +649,9 @@ def test_the_best_and_what_is_not_shown_to_differ_from_it_are_marked(own, isopos
             ["lrpe-7"],
             f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got 'lrpe-7'",
         ),
+        (["nowhere.toml"], "table: expected the path of a .toml file, got 'nowhere.toml', which does not exist"),
         (["lrpe-2", "--seeds", "0"], "seeds: expected a positive number, got 0"),
+        (["lrpe-6", "--seeds", "2"], "seeds: expected none, since lrpe-6 measures steps without training, got 2"),
         (["lrpe-2", "--rows", "Bass"], "rows: expected names or schemes"),
         (["lrpe-2", "--data", "x.txt"], "data: expected NAME=PATH with a name of wikitext-103, books, got 'x.txt'"),
         (["lrpe-5", "--data", "x.txt"], "data: expected a file or a folder, but x.txt does not exist"),

@@ -150,6 +150,8 @@ def test_a_model_of_ours_keeps_its_extension(hf, tmp_path):
         ValueError, match="folder: expected a patched model, whose configuration names its scheme, got isopos"
     ):
         load(tmp_path)
+    with pytest.raises(ValueError, match=r"folder: expected the folder of a patched model, got .*nowhere, which does"):
+        load(tmp_path / "nowhere")
 
 
 def test_a_decoder_of_every_option_becomes_a_model_of_ours(hf):

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from isopos.lab.reports import findings, paper
+from isopos.lab.tables import loader
 from isopos.lab.tables.loader import Cell, load_table, timing
 from isopos.lab.tasks.task import View
 
@@ -180,9 +181,31 @@ SECONDS = {  # rounds; the last one of short lacks a row, and nobody timed Ours 
 }
 
 
+TABLE_OF_TWO_SCALES = """
+title = "Which?"
+citation = "a toy"
+recipe = "quickstart"
+baseline = "Base"
+columns = [{ title = "loss" }]
+[[rows]]
+name = "Base"
+scheme = "rope"
+[scales.paper]
+steps = 777
+length = 99
+[scales.small]
+[scales.tiny]
+steps = 7
+length = 32
+hidden_dim = 64
+"""
+ABOUT_TINY = {"scale": "tiny", "commands": ["isopos table a"], "seeds": 1, "machine": "a machine", "corpora": {"": ""}}
+
+
 @pytest.mark.parametrize("kind", ["speed", "latency", "memory"])
 def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: None)
+    monkeypatch.setattr(loader, "MEMORY_ROUNDS" if kind == "memory" else "ROUNDS", 4)
     (tmp_path / "toy.toml").write_text(TIMED.format(kind=kind))
     about = {"scale": "small", "commands": ["isopos table a"], "seeds": 1, "machine": "a machine"}
     (tmp_path / "about.json").write_text(json.dumps(about | {"corpora": dict.fromkeys(SECONDS, "random tokens")}))
@@ -199,6 +222,23 @@ def test_a_table_of_times_to_its_last_character(tmp_path, kind, monkeypatch):
     assert found["rounds"] == max(map(len, SECONDS.values()))
     shown = {row: f"{x['median']:.3f} ± {x['half']:.3f}" for by in found["figures"].values() for row, x in by.items()}
     assert all(figure in text for figure in shown.values())
+
+
+def test_tables_without_figures_of_a_paper_differ_from_their_own_scale_paper(tmp_path):
+    """Figures of a paper go with the paper's recipe; without them the scale paper stands for it, with all its edits."""
+    text = TABLE_OF_TWO_SCALES
+    (tmp_path / "toy.toml").write_text(text)
+    (tmp_path / "about.json").write_text(json.dumps(ABOUT_TINY))
+    _, notes = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
+    (scale,) = (note for note in notes if note.startswith("Scale: "))
+    assert "steps 7 (scale paper: 777)" in scale
+    assert "length 32 (scale paper: 99)" in scale
+    assert "hidden dim 64 (scale paper: four times model dim)" in scale
+    (tmp_path / "toy.toml").write_text(text.replace('scheme = "rope"', 'scheme = "rope"\nfigures = [1.0]'))
+    _, notes = paper.write(load_table(str(tmp_path / "toy.toml")), tmp_path)
+    (scale,) = (note for note in notes if note.startswith("Scale: "))
+    assert "777" not in scale
+    assert "steps 7 (paper: " in scale
 
 
 def test_a_table_to_its_last_character(folder):

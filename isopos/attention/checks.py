@@ -308,7 +308,8 @@ def check_order(pair: tuple[Tensor, Tensor], causal: bool, before: Tensor | None
     if not is_readable(query):
         return
     if rises(key, before) or (query is not key and rises(query)):
-        raise ValueError("decay: expected log decays that do not increase along tokens; sort tokens by position")
+        remedy = "sort tokens by position, and give segment_ids where positions begin again (x, ids = isopos.packed(...))"
+        raise ValueError(f"decay: expected log decays that do not increase along tokens; {remedy}")
     if (key[..., -1:] == -torch.inf).any():  # the smallest one
         raise ValueError("decay: expected finite log decays, got -inf; a mask or segment_ids end what tokens see")
     if query is key:

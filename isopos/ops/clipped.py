@@ -337,7 +337,7 @@ def _check_causal(x: Tensor, y: Tensor, outside: int) -> None:
     if not (step > 0).all():
         raise ValueError(
             "causal: expected keys in strictly ascending lexicographic order of positions, got another order or one "
-            "position twice; sort tokens by position, a grid row by row"
+            "position twice; sort tokens by position, a grid row by row, and give segment_ids to packed samples"
         )
     if not (x == y[..., s - t :, :]).all():
         raise ValueError("causal: expected queries at the positions of the last keys, got others; align them at the end")

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -91,9 +92,14 @@ def load(folder: Any, cls: Any = None, **options: Any) -> Any:
         folder: Path of the folder.
         cls: The model's class, or one of transformers' Auto classes; by default the class that was saved.
         options: Further arguments of ``from_pretrained``.
+
+    Raises:
+        ValueError: If there is no such folder, or its model has no scheme.
     """
     import transformers
 
+    if not Path(folder).is_dir():
+        raise ValueError(f"folder: expected the folder of a patched model, got {folder}, which does not exist")
     attention.register_attention()
     config: Any = transformers.AutoConfig.from_pretrained(folder)
     if not isinstance(getattr(config, saving.ENTRY, None), dict):

@@ -67,13 +67,15 @@ def _subject(options: Options) -> "Coupling | Scheme":
     module = own_module(name, "subject")
     classes = [name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Coupling)]
     if not hasattr(module, attribute):
-        raise ValueError(f"subject: {name} has no {attribute!r}: {closest(attribute, classes or ['nothing'])}")
+        known = closest(attribute, classes) if classes else "it has no encoding"
+        raise ValueError(f"subject: {name} has no {attribute!r}: {known}")
     subject = getattr(module, attribute)
     try:
         subject = subject() if callable(subject) and not isinstance(subject, (Coupling, Scheme)) else subject
     except TypeError as error:
+        registered = f", or, if it is registered, check {name}.{attribute}"
         raise ValueError(
-            f"subject: expected {options.subject} to need no arguments, got: {error}; give them defaults"
+            f"subject: expected {options.subject} to need no arguments, got: {error}; give them defaults{registered}"
         ) from None
     if not isinstance(subject, (Coupling, Scheme)):
         kind = "nothing" if subject is None else type(subject).__name__

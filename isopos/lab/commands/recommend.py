@@ -8,6 +8,7 @@ from rich.console import Console
 
 from isopos.catalog import expect
 from isopos.lab.reports import grids, recommendations
+from isopos.lab.tasks.task import TASKS
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ def run(options: Options, console: Console) -> int:
     found = [each for each in questions if each.task == word] or [each for each in questions if word in each.text.lower()]
     if not found:
         expect("task with results", options.task, tasks)
+    if word in TASKS and word not in tasks:
+        grids.say(console, f"task {word}: no results; these answers have the word in their question")
     for question in found:
         grids.say(console, f"{question.task}: {question.text}", *(f"  {answer}" for answer in question.answers), "")
         if not word:

@@ -52,7 +52,6 @@ from isopos.lab.tables.loader import (
 from isopos.lab.tasks.task import Data, Scored, View, require
 from isopos.spec import read
 
-ROUNDS, MEMORY_ROUNDS = 21, 3  # memory hardly varies
 UNTIMED = ("scheme", "seed", "data")  # fields of a recipe that do not concern all rounds
 LOCK_SECONDS = 10.0  # to wait for the lock of about.json
 HOW_OFTEN = re.compile(r" --(seeds|rates)([ =][\d.][\d.e-]*)+")  # arguments whose later value replaces an earlier one
@@ -63,7 +62,7 @@ class Options:
     """Run the missing cells of a paper's table, and print the paper's figures next to ours. Arrays: isopos tables.
 
     Results are kept in runs/tables/NAME-SCALE: the same command continues there, and processes that share the folder divide
-    the cells. Writes table.md, results.json, distances.svg and curves.svg.
+    the cells. Writes table.md, results.json, curves.svg and, but for tiny, distances.svg.
     """
 
     table: Annotated[
@@ -97,6 +96,8 @@ def run(options: Options, console: Console) -> int:
     folder = folder.parent / "tables" / folder.name
     rows, sources = _rows(table, options.rows, console), _sources(table, options)
     require("seeds", options.seeds, "a positive number", options.seeds >= 1)
+    fixed = f"none, since {table.name} measures steps without training"
+    require("seeds", options.seeds, fixed, options.seeds == 1 or not table.timed)
     bounded(options, seeds=10_000)
     recipes, device = {}, usable_device(options.device)
     for name, data in sources.items():
@@ -112,12 +113,7 @@ def run(options: Options, console: Console) -> int:
     plan = functools.partial(_cells, folder, table, planned, options.rates)
     cells = [] if table.timed else plan()
     if options.dry_run:
-        untimed = [
-            cell_name(name, row, 0).removesuffix("-seed0")
-            for name in recipes
-            for row in _missing_rounds(table, rows, folder, name)
-        ]
-        missing = untimed if table.timed else [cell.folder.name for cell in cells if not cell.done]
+        missing = [cell.folder.name for cell in cells if not cell.done] or _untimed(folder, table, recipes, rows)
         count = f"{len(missing)} of {len(cells) or len(rows) * len(recipes)} cells are missing in {folder}"
         more = "those of further seeds follow, at the learning rates that seed 0 chooses"
         grids.say(console, *missing, count, *[more] * bool(options.rates and options.seeds > 1 and missing))
@@ -175,8 +171,9 @@ def _check_rates(table: PaperTable, recipes: Mapping[str, Recipe], rates: Sequen
     require("rates", rates, f"none, since {table.name} measures steps without training", not rates or not table.timed)
     right = len({f"{rate:g}" for rate in rates}) == len(rates) != 1 and all(0 < rate < math.inf for rate in rates)
     require("rates", rates, "several different positive multiples of the learning rate, or none", right)
-    unseen = [name for name, recipe in recipes.items() if rates and not recipe.training.validate_every]
-    require("rates", rates, f"none, since {', '.join(unseen)} has no validation that could choose", not unseen)
+    unseen = [name or table.name for name, recipe in recipes.items() if rates and not recipe.training.validate_every]
+    reason = f"none, since {', '.join(unseen)} has no validation that could choose; give its recipe validate_every"
+    require("rates", rates, reason, not unseen)
 
 
 def _check_data(cells: Sequence[Cell], sets: Mapping[str, Data]) -> None:
@@ -343,11 +340,11 @@ def _commands(before: Sequence[str], command: str, whole: bool) -> list[str]:
 
 def _missing_rounds(table: PaperTable, rows: Sequence[TableRow], folder: Path, corpus: str) -> dict[str, int]:
     """Number of missing rounds of a corpus, by row."""
-    rounds, wanted = speed_rounds(folder, corpus), MEMORY_ROUNDS if table.kind == "memory" else ROUNDS
+    rounds = speed_rounds(folder, corpus)
     return {
         row.name: count
         for row in rows
-        if row.on(corpus) and (count := wanted - sum(row.name in seconds for seconds in rounds)) > 0
+        if row.on(corpus) and (count := table.rounds - sum(row.name in seconds for seconds in rounds)) > 0
     }
 
 
@@ -457,6 +454,22 @@ def _check_rounds(before: Mapping[str, str], now: Mapping[str, str], more: bool,
             )
 
 
+def _untimed(folder: Path, table: PaperTable, recipes: Mapping[str, Recipe], rows: Sequence[TableRow]) -> list[str]:
+    """Names of rows with missing rounds; none of a table that trains. ValueError if earlier ones measured something else."""
+    missing = list[str]()
+    for name, recipe in recipes.items() if table.timed else ():
+        _check_rounds(read_timing(folder, name)["timed"], _measured(recipe, rows, name), False, timing(folder, name))
+        names = _missing_rounds(table, rows, folder, name)
+        missing += [cell_name(name, row, 0).removesuffix("-seed0") for row in names]
+    return missing
+
+
+def _measured(recipe: Recipe, rows: Sequence[TableRow], corpus: str) -> dict[str, str]:
+    """What rounds measure: fields of the recipe, and schemes by row."""
+    fields = {name: str(value) for name, value in recipe.as_dict().items() if name not in (*PLACEMENT, *UNTIMED)}
+    return fields | {f"row {row.name}": row.on(corpus) for row in rows}
+
+
 def _time(
     folder: Path, table: PaperTable, corpus: str, recipe: Recipe, data: Data, rows: Sequence[TableRow], console: Console
 ) -> None:
@@ -469,8 +482,7 @@ def _time(
             grids.say(console, f"rounds{' of ' * bool(corpus)}{corpus} are being timed by {holder(folder / 'timing')}")
             return
         known, missing = read_timing(folder, corpus), _missing_rounds(table, rows, folder, corpus)
-        described = {name: str(value) for name, value in recipe.as_dict().items() if name not in (*PLACEMENT, *UNTIMED)}
-        described |= {"data": data.sha256, **{f"row {row.name}": row.on(corpus) for row in rows}}
+        described = _measured(recipe, rows, corpus) | {"data": data.sha256}
         machine, rounds = _machine(recipe.training.device), known["rounds"]
         _check_rounds(
             {**known["timed"], "machine": known["machine"]}, {**described, "machine": machine}, bool(missing), path

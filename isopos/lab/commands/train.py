@@ -64,6 +64,7 @@ def default(arguments: Sequence[str]) -> Options:
 
 def run(options: Options, console: Console) -> int:
     """Train and return the exit status: 0, or 1 if training diverged."""
+    from isopos.lab.runs.checkpoints import newest
     from isopos.lab.training import run as training
 
     first, resume, overwrite = training.is_first_process(), options.resume, options.overwrite
@@ -91,7 +92,9 @@ def run(options: Options, console: Console) -> int:
     grids.warn(console, *warnings)
     task = recipe.task
     with Bars(console) as bars:
-        show = bars.add(recipe.scheme, recipe.training.steps, task.loss_unit, f"{task.unit}/s")
+        last = newest(folder) if resume else None
+        done = last.step if last else 0
+        show = bars.add(recipe.scheme, recipe.training.steps, task.loss_unit, f"{task.unit}/s", done=done)
         result = training.train(recipe, data, folder, show, resume=resume, overwrite=overwrite)
     if result is None:
         return 0

@@ -20,8 +20,9 @@ UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 LARGEST = 1e30  # value; squares of larger ones, in standard deviations, overflow float32
 MISSING = ("", "-", "?", "na", "n/a", "nan", "none", "null")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-COMPACT = {4: "%Y", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}  # dates by number of digits
-YEARS = range(1800, 2200)  # of such dates
+# dates by number of digits
+COMPACT = {4: "%Y", 6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
+YEARS, ALONE = range(1800, 2200), range(1000, 3000)  # of such dates; of a year without a month
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,8 @@ def read_series(source: str, time: str = "", values: Sequence[str] = (), unit: s
         source: The path of the file.
         time: The column of times, by name, or by number from 1 on if the first line has no names; by default the first.
             Times are ISO 8601, with offsets from UTC in all rows or in none, or numbers. If the unit is seconds, digits
-            that are a date (20240131, 202401311830) are read as a date, and ambiguous ones (2020, 2024013118) are an error.
+            that are a date (20240131, 202401311830) are read as a date, and ambiguous ones (2020, 202401, 2024013118) are an
+            error. Years with fractions (2020.5) are numbers.
         values: The columns of values; by default all others. Empty cells, NaN, NA, null, none, - and ? are missing values.
         unit: The unit of times that are numbers, counted from the beginning of 1970.
 
@@ -113,11 +115,13 @@ def _read(
             now = local - offset  # in the zone of the first time
             _ = EPOCH + timedelta(seconds=now)
         except OverflowError:
-            what = f"a time in the years 1 to 9999, in {unit} since 1970 where it is a number; --time-unit names others"
+            what = f"a time in the years 1 to 9999, in {unit} since 1970 where it is a number"
+            what += "; divide milliseconds by 1000; --time-unit takes minutes, hours and days, too"
             raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1) from None
         mixed = _aware(moment) is not _aware(first)
         if mixed or (seconds and now <= seconds[-1]):
-            what = "an offset from UTC for all times or for none" if mixed else "a time after the one above"
+            later = "a time after the one above, of rows in order of time"
+            what = "an offset from UTC for all times or for none" if mixed else later
             raise row_error(name, line, f"{titles[at]}: expected {what}, got {cells[at][:40]!r}", at + 1)
         cells_read = [_value(name, line, titles[column], cells[column], column + 1) for column in columns]
         if all(map(math.isnan, cells_read)):
@@ -157,7 +161,7 @@ def _compact(text: str) -> datetime | None:
         date = datetime.strptime(text, COMPACT[len(text)])
     except ValueError:
         return None
-    return date if date.year in YEARS else None
+    return date if date.year in (ALONE if len(text) == 4 else YEARS) else None
 
 
 def _number(text: str) -> float:

@@ -73,6 +73,8 @@ def _value(name: str, value: Any) -> str:
         return "all"
     if name == "warmup" and value == -1:
         return "a tenth"
+    if name == "hidden_dim" and value == 0:
+        return "four times model dim"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
@@ -334,8 +336,8 @@ def _notes(
     if any(about["corpora"]):
         yield "Data: " + "; ".join(f"{name} here is {_short(text)}" for name, text in about["corpora"].items()) + "."
     corpora = [corpus for corpus in table.corpora if corpus.name in about["corpora"]] or [None]
-    pairs = [(table.recipe_at("original", corpus), table.recipe_at(about["scale"], corpus)) for corpus in corpora]
-    source = "paper" if any(row.table_row.figures for row in rows) else "scale paper"
+    source, theirs = ("paper", "original") if any(row.table_row.figures for row in rows) else ("scale paper", "paper")
+    pairs = [(table.recipe_at(theirs, corpus), table.recipe_at(about["scale"], corpus)) for corpus in corpora]
     by_difference: dict[str, list[str]] = {}
     for corpus, (original, ours) in zip(corpora, pairs, strict=True):
         by_difference.setdefault(differences(original, ours, source), []).append(corpus.name if corpus else "")
@@ -460,8 +462,10 @@ def _missing(table: PaperTable, rows: Sequence[RowResults], about: Mapping[str, 
             if row.table_row.on(corpus) and missing:
                 yield f"{row.name}{f' on {corpus}' if corpus else ''}, seeds {', '.join(map(str, missing))}"
         for column in table.columns if table.timed else ():
-            if row.table_row.on(column.corpus) and not row.values[column.title]:
-                yield f"{row.name}{f' on {column.corpus}' if column.corpus else ''}"
+            count = table.rounds - len(row.values[column.title])
+            if row.table_row.on(column.corpus) and count > 0:
+                rounds = "" if count == table.rounds else f", {count} of {table.rounds} rounds"
+                yield f"{row.name}{f' on {column.corpus}' if column.corpus else ''}{rounds}"
     for corpus in table.corpora:
         if corpus.name not in about["corpora"]:
             yield f"{corpus.name}, for which --data {corpus.name}=PATH gives one"

@@ -44,15 +44,17 @@ class Bars:
         self._print()
         self.progress.stop()
 
-    def add(self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0) -> Show:
+    def add(
+        self, title: str, steps: int, unit: str = "", rate_unit: str = "tokens/s", *, before: int = 0, done: int = 0
+    ) -> Show:
         """Start the progress of a run; return a function that shows a step with, optionally, its loss and rate.
 
-        If all runs share a bar, `before` is the number of steps of earlier runs.
+        If all runs share a bar, `before` is the number of steps of earlier runs; `done` is that of steps of this one.
         """
         self._print()  # last step of the previous run, which may have ended early
         task = self.progress.add_task(title, total=steps, loss="", rate="") if self.shared is None else self.shared
-        self.progress.update(task, description=title, completed=before)
-        self._line, printed, start = f"{title}: 0/{steps}", 0, None
+        self.progress.update(task, description=title, completed=before + done)
+        self._line, printed, start = f"{title}: {done}/{steps}", done * PARTS // steps, None
 
         def show(step: int, loss: float | None = None, rate: float | None = None) -> None:
             nonlocal printed, start

@@ -27,6 +27,7 @@ TIMED = {
     "memory": Metric("relative memory of a training step", "", "lower", ".2f"),
 }
 """Kinds of tables without training, and the ratio of a row to the baseline that they show."""
+ROUNDS, MEMORY_ROUNDS = 21, 3  # of these; memory hardly varies
 TABLES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 MEDIUM = "medium"  # an optional scale: an hour of one GPU
 LONGEST = 150  # characters of corpus and scheme in the name of a cell
@@ -153,6 +154,11 @@ class PaperTable:
         """Whether the table shows times or memory instead of scores."""
         return self.kind in TIMED
 
+    @property
+    def rounds(self) -> int:
+        """The number of rounds in which a table without training measures its rows."""
+        return MEMORY_ROUNDS if self.kind == "memory" else ROUNDS
+
     def ratio(self, costs: Mapping[str, float], row: str) -> float:
         """Ratio of a row to the baseline in one round of seconds or MiB."""
         cost = costs[row] / costs[self.baseline]
@@ -210,6 +216,8 @@ def load_table(name: str) -> PaperTable:
         ValueError: If there is no such file, or an entry is wrong; the message names the file.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.exists() and name.endswith(".toml"):
+        raise ValueError(f"table: expected the path of a .toml file, got {name!r}, which does not exist")
     if not path.exists():
         known = f"; isopos tables {name} writes the arrays of the scheme" if name.partition(":")[0] in CATALOG else ""
         raise ValueError(f"table: expected one of {', '.join(TABLES)} or the path of a .toml, got {name!r}{known}")

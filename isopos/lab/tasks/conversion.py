@@ -228,9 +228,11 @@ def read_model(folder: Path) -> Any:
         options = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         model, info = loaded
-        if not info["missing_keys"]:
+        saved = config.get("architectures") or [type(model).__name__]
+        if not info["missing_keys"] and type(model).__name__ in saved:
             return model
-        reason = f"there is no weight {min(info['missing_keys'])}"
+        missing = info["missing_keys"]
+        reason = f"there is no weight {min(missing)}" if missing else f"it is a {', '.join(saved)}"
     except Exception as error:  # transformers, safetensors and huggingface_hub have classes of their own
         first = next(filter(str.strip, str(error).replace("\\n", "\n").splitlines()), type(error).__name__)
         reason = "weights have other sizes" if "ignore_mismatched_sizes" in first else first.strip()

@@ -58,7 +58,7 @@ class Forecast(PositionedTask):
     columns = ("time", "values", "time_unit")
     metrics = (
         Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),
-        Metric("MSE", "mse"),
+        Metric("MSE", "mse", note=f"MAE, MSE: absolute and squared error {NOTE}"),
         Metric("to naive", "naive", note="to naive: MAE, one of the seasonal-naive forecast = 1"),
     )
 

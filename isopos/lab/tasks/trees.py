@@ -33,7 +33,8 @@ class TreeClasses(PositionedTask):
 
     data: str = ""
     """A file or a folder: one s-expression per line with its class at the root (as the Stanford Sentiment Treebank), .tsv of
-    a label and a tree, .jsonl with nested lists, or hf:NAME; empty: random trees of and, or, not. Names make the splits."""
+    a label and a tree, .jsonl of {"label": ..., "tree": [nested lists]}, or hf:NAME; empty: random trees of and, or, not.
+    Names make the splits."""
     column: str = "tree"  # Column of the tree, in tables with names.
     label: str = "label"  # Column of the class, in tables with names.
     inner: bool = False  # Keep the labels of inner nodes below the root, where the root's label is the class.
