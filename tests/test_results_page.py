@@ -270,12 +270,12 @@ def test_intervals_to_the_best_row_are_of_all_rows_together(tables):
     order = scenes.sort(column, {row: mean for row, (mean, _) in scenes.ours[column].items()})
     best, *others = (scenes.by_seed[column][row] for row in order)
     values = {row: [best[seed] - other[seed] for seed in best] for row, other in zip(order[1:], others, strict=True)}
-    assert scenes.sign(column) == -1
+    assert scenes.signs[column] == -1
     assert scenes.leads(column, order) == to_best(values)
     assert all(lead.mean >= 0 for lead in scenes.leads(column, order).values())
 
 
 def test_columns_may_have_different_directions(tables):
     one = tables["ape-1"]
-    assert (one.sign("Copy"), one.sign("Copy, whole")) == (1, -1)
+    assert (one.signs["Copy"], one.signs["Copy, whole"]) == (1, -1)
     assert one.sort("Copy, whole", {"a": 0.1, "b": 0.9}) == ["b", "a"]

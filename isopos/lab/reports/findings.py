@@ -10,7 +10,7 @@ import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,25 +108,25 @@ class ResultTable:
 
     def sort(self, column: str, figures: Mapping[str, float]) -> list[str]:
         """Names of rows, the best in a column first."""
-        return sorted(figures, key=lambda row: self.sign(column) * figures[row])
+        return sorted(figures, key=lambda row: self.signs[column] * figures[row])
 
-    def sign(self, column: str) -> int:
-        """1 if lower figures of a column are better, else -1."""
-        layout = next(one for one in self.layout.columns if one.title == column)
-        return 1 if self.layout.metric(layout).better == "lower" else -1
+    @cached_property
+    def signs(self) -> Mapping[str, int]:
+        """By column, 1 if lower figures are better, else -1."""
+        return {one.title: 1 if self.layout.metric(one).better == "lower" else -1 for one in self.layout.columns}
 
     def lead(self, column: str, first: str, second: str) -> Difference:
         """How much better a row is than another, paired by seed; without an interval if they have no common seeds."""
         ours, others = (self.by_seed.get(column, {}).get(row, {}) for row in (first, second))
         if shared := [seed for seed in ours if seed in others]:
-            return Difference.paired([(others[seed] - ours[seed]) * self.sign(column) for seed in shared])
+            return Difference.paired([(others[seed] - ours[seed]) * self.signs[column] for seed in shared])
         figures = self.ours[column]
-        return Difference((figures[second][0] - figures[first][0]) * self.sign(column), math.nan, 0)
+        return Difference((figures[second][0] - figures[first][0]) * self.signs[column], math.nan, 0)
 
     def leads(self, column: str, order: Sequence[str]) -> dict[str, Difference]:
         """How much better the first of these rows is than each other one, if their figures determine which is the first."""
         best, *others = order
-        sign, by_seed = self.sign(column), self.by_seed.get(column, {})
+        sign, by_seed = self.signs[column], self.by_seed.get(column, {})
         values = {
             row: [(x - by_seed[best][seed]) * sign for seed, x in by_seed[row].items() if seed in by_seed[best]]
             for row in others
@@ -189,6 +189,7 @@ def _weights(table: ResultTable) -> Iterator[str]:
         yield f"Weights{where}: as many as with {layout.baseline}, within {SAME:.0%}{f', but for {text}' * bool(text)}."
 
 
+@cache
 def _count(recipe: Recipe) -> int:
     """The number of weights of a recipe's model; 0 if it needs a package that is not here."""
     from isopos.lab.tasks.attentions import absence

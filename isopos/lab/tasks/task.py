@@ -480,8 +480,9 @@ class Recipe:
             >>> recipe.seed, recipe.training.steps, recipe.task.length
             (1, 10, 64)
         """
+        names = self.names
         for name in changes:
-            catalog.expect("field of a recipe", name, self.names)
+            catalog.expect("field of a recipe", name, names)
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         kinds = {
             name: kind for part in (self, self.task, self.model, self.training) for name, kind in _kinds(type(part)).items()
