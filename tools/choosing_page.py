@@ -6,6 +6,7 @@ rows of a column at once (`isopos.lab.reports.findings`).
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -233,7 +234,8 @@ def untrained(tables: Sequence[ResultTable]) -> str:
 
 def content(known: Sequence[Question]) -> str:
     """The file recommendations.json."""
-    return json.dumps([asdict(question) for question in known], indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps([asdict(question) for question in known], indent=1, ensure_ascii=False)
+    return re.sub(r"\{[^{}]*\}", lambda row: re.sub(r"\n *", " ", row[0]), text) + "\n"  # rows without line breaks
 
 
 def answers(known: Sequence[Question]) -> str:

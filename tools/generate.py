@@ -120,8 +120,15 @@ def _audit() -> dict[str, str]:
     }
 
 
+def _without_ids(svg: str) -> str:
+    """A picture without the names of its clip paths, which matplotlib takes from the last digits of sizes."""
+    return re.sub(r"\bp[0-9a-f]{10}\b", "", svg)
+
+
 if __name__ == "__main__":
     for path, text in generated():
         path.write_text(text, encoding="utf-8")
     for table in results_page.read_all():
-        (results_page.FOLDER / table.name / "distances.svg").write_text(svg_text(findings.picture(table)), encoding="utf-8")
+        path, text = results_page.FOLDER / table.name / "distances.svg", svg_text(findings.picture(table))
+        if not path.exists() or _without_ids(path.read_text(encoding="utf-8")) != _without_ids(text):
+            path.write_text(text, encoding="utf-8")
