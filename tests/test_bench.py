@@ -636,7 +636,7 @@ def test_inputs_of_a_gpu_have_the_layout_of_projections():
 def test_a_pass_of_a_layer_has_the_gradients_of_its_weights_too():
     shape = races.Shape(6, batch=1, heads=2, head_dim=4)
     inputs = races._inputs("layer", shape, races.BOTH)
-    found = races._one_pass("attention module, rotary", "layer", shape, races.BOTH, inputs, races._grads("layer", inputs))()
+    found = races._one_pass("attention module, rotary", shape, races.BOTH, inputs, races._grads("layer", inputs))()
     assert [tuple(grad.shape) for grad in found] == [(1, 6, 8), *4 * [(8, 8), (8,)]]
 
 

@@ -96,7 +96,7 @@ def test_peers_compute_the_same(ours, other):
     with torch.device(DEVICE):
         inputs = races._inputs(kind, SHAPE, races.BOTH, dtype, tokens_first=True)
         grads = races._grads(kind, inputs)
-        found = [races._one_pass(name, kind, SHAPE, races.BOTH, inputs, grads)() for name in (ours, other)]
+        found = [races._one_pass(name, SHAPE, races.BOTH, inputs, grads)() for name in (ours, other)]
         outs = [races.workload_of(name, SHAPE, dtype)(*inputs) for name in (ours, other)]
     outs = outs if kind == "rotary" else [[out] for out in outs]
     for own, theirs in zip((*found[0], *outs[0]), (*found[1], *outs[1]), strict=True):

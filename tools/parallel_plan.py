@@ -29,7 +29,7 @@ def linear_bytes(devices: int) -> int:
     return 2 * (devices - 1) * (HEADS * DIM * (DIM + 1) * 4 + HEADS * 2 * 8)
 
 
-def softmax_bytes(tokens: int, devices: int, size: int = 2) -> int:
+def softmax_bytes(tokens: int, devices: int, size: int) -> int:
     """The same for softmax attention here, of all devices together: keys and values to later shards, gradients back."""
     return 2 * 2 * HEADS * DIM * size * (tokens // devices) * devices * (devices - 1) // 2
 

@@ -1,7 +1,7 @@
 "use strict";
 // The pictures of the page `explorer`: curves and trees as SVG, maps as canvas. Colours are variables of explorer.css.
 const Draw = (() => {
-  const SVG = "http://www.w3.org/2000/svg";
+  const SVG = "http://www.w3.org/2000/svg", COLOURS = 8; // of curves in explorer.css
 
   function svg(name, attributes = {}, ...inner) {
     const made = document.createElementNS(SVG, name);
@@ -55,7 +55,7 @@ const Draw = (() => {
       svg("text", { x: 12, y: (height - bottom) / 2, transform: `rotate(-90 12 ${(height - bottom) / 2})`, "text-anchor": "middle" }, yLabel));
     scaled.forEach((line, n) => {
       const points = line.x.map((value, i) => Number.isFinite(line.y[i]) ? `${across(value).toFixed(1)},${down(line.y[i]).toFixed(1)}` : null);
-      const path = svg("polyline", { points: points.filter(Boolean).join(" "), class: `curve c${(line.colour ?? n) % 6}` });
+      const path = svg("polyline", { points: points.filter(Boolean).join(" "), class: `curve c${(line.colour ?? n) % COLOURS}` });
       path.append(svg("title", {}, line.name));
       chart.append(path);
     });
@@ -64,7 +64,7 @@ const Draw = (() => {
 
   const legend = lines => html("ul", { class: "legend" }, ...lines.map((line, n) =>
     html("li", {}, svg("svg", { width: 28, height: 10, "aria-hidden": "true" },
-      svg("line", { x1: 1, x2: 27, y1: 5, y2: 5, class: `curve c${(line.colour ?? n) % 6}` })), line.name)));
+      svg("line", { x1: 1, x2: 27, y1: 5, y2: 5, class: `curve c${(line.colour ?? n) % COLOURS}` })), line.name)));
 
   // The colour of a number from -1 (blue) over 0 (white) to 1 (red), as [r, g, b].
   function colour(value) {
@@ -111,5 +111,5 @@ const Draw = (() => {
     return html("div", {}, drawn, scale);
   }
 
-  return { curves, heat, html, legend, short, tree };
+  return { curves, heat, html, legend, tree };
 })();

@@ -239,5 +239,5 @@ const Numbers = (() => {
     return largest;
   }
 
-  return { METHODS, attentionFactor, bfloat16, bias, content, errors, frequencies, kernel, rescale, share, treeScores };
+  return { METHODS, attentionFactor, bias, content, errors, frequencies, kernel, rescale, share, treeScores };
 })();

@@ -1,7 +1,7 @@
 "use strict";
 // The page `explorer`: what a reader has chosen, the controls, and the four parts that are drawn anew after each change.
 const Explorer = (() => {
-  const { html, legend, short } = Draw;
+  const { html, legend } = Draw;
   const START = { name: "rope", size: 64, variant: 0, base: null, kind: null, decay: null };
   const MOST = 4, SAMPLES = 400, NEAR = 8, MAP_REACH = 24, TREE_DEPTH = { 2: 4, 3: 3 };
   const RULES = { linear: "position interpolation", dynamic: "NTK-aware", yarn: "YaRN", longrope: "LongRoPE", llama3: "Llama 3", dype: "DyPE at time 1",

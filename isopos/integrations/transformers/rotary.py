@@ -79,7 +79,7 @@ class _Replaced(nn.Module):
 
 
 class Angles(_Replaced):
-    """A rotary module with the angles of a scheme that `Tables.take` accepts."""
+    """A rotary module with the angles of a scheme that `RotaryTables.take` accepts."""
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None) -> Any:
         """Tables at positions for features x, or for the patches of images x."""

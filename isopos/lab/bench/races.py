@@ -360,7 +360,7 @@ def race(
             for name in ceilings.measurement_names(names):
                 if name not in notes:
                     with _noted(notes, name):
-                        workloads[name] = _one_pass(name, what, shape, passing, inputs, grads)
+                        workloads[name] = _one_pass(name, shape, passing, inputs, grads)
         for name in [*workloads]:
             with _noted(notes, name):
                 seconds_of(workloads[name], device)  # compiles kernels, and fails if memory does not suffice
@@ -392,7 +392,7 @@ def threads(rounds: int, longest: int) -> Iterator[Row]:
     """Causal attention with 1, 2, 4, ... threads up to all cores, each compared with half the number."""
     shape, before = Shape(2048).limited(longest), torch.get_num_threads()
     inputs = _inputs("attention", shape, BOTH)
-    workload = _one_pass("causal", "attention", shape, BOTH, inputs, _grads("attention", inputs))
+    workload = _one_pass("causal", shape, BOTH, inputs, _grads("attention", inputs))
     counts = [2**n for n in range(max(2, os.cpu_count() or 1).bit_length())]
 
     def run(count: int) -> None:
@@ -439,7 +439,7 @@ def growth(rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     for shape in shapes:
         inputs = _inputs("attention", shape, BOTH)
         grads = _grads("attention", inputs)
-        workloads[str(shape)] = _one_pass("attention function, rotary", "attention", shape, BOTH, inputs, grads)
+        workloads[str(shape)] = _one_pass("attention function, rotary", shape, BOTH, inputs, grads)
     seconds, rows = rounds_of(workloads, rounds), []
     for shape, longer in itertools.pairwise(shapes):
         times = seconds[str(longer)], seconds[str(shape)]
@@ -472,7 +472,7 @@ def _grads(what: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _one_pass(
-    name: str, what: str, shape: Shape, passing: str, inputs: list[torch.Tensor], grads: list[torch.Tensor]
+    name: str, shape: Shape, passing: str, inputs: list[torch.Tensor], grads: list[torch.Tensor]
 ) -> Callable[[], Any]:
     """One pass of a workload, with gradients of inputs and parameters if needed."""
     if name in ceilings.WORKLOADS:

@@ -223,7 +223,7 @@ class Task(ABC):
         if not self.in_shards:
             raise ValueError(
                 f"sequence_parallel: expected 1, since {type(self).__name__} has no samples that are cut into shards of "
-                f"tokens, got {recipe.training.sequence_parallel}; language, masked, classes and series have"
+                f"tokens, got {recipe.training.sequence_parallel}; tasks of text, trees, expressions and series have"
             )
         if isinstance(self.in_shards, str):
             ranks, value = recipe.training.sequence_parallel, getattr(self, self.in_shards)

@@ -43,7 +43,6 @@ from isopos.lab.training.group import group_by_keys, is_of_another_process
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process, for any strategy
 OBSERVER = "child-process-observer"  # the name of Lightning's thread that waits for the processes it started
 PATIENCE = 30  # seconds until a process is ended that does not notice that others did
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SMALL_FILES = 1 << 20  # bytes of results, examples and metrics
 LIGHTNING_WARNINGS = (
     ".*find_unused_parameters=True was specified",
@@ -244,7 +243,7 @@ class _Training(LightningModule):
             self.signal = number
 
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in signals.SIGNALS:
                 signal.signal(number, note)
 
     @property
@@ -382,7 +381,7 @@ def _check_room(folder: Path, model: nn.Module) -> None:
 
 def _wait_for_nodes(nodes: int) -> None:
     """Let signals end the process at once, since Python runs no handler until all nodes are connected; print a line."""
-    for number in SIGNALS:
+    for number in signals.SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"waiting for {nodes} nodes, at most 30 minutes", file=sys.stderr, flush=True)
