@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import math
 import re
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,6 +220,8 @@ def peak_memory(device: str = "cpu") -> int:
     status = Path("/proc/self/status")
     if status.exists():  # getrusage would include the parent's memory at the fork
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])  # pyright: ignore[reportOptionalSubscript]
+    import resource  # Windows has none
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

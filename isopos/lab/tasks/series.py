@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from isopos.lab.data.series import Series
 
 
-NOTE = "of standardised values, over the horizon"
+ERRORS = "MAE, MSE: absolute and squared error of standardised values, over the horizon"
 HOUR = 3600
 FAR = 1e15  # standard deviations; larger squares overflow float32
 CONSTANT = 1e-12  # smallest standard deviation of a column, relative to its largest value, that is not rounding
@@ -57,8 +57,8 @@ class Forecast(PositionedTask):
     inferred = ("channels",)
     columns = ("time", "values", "time_unit")
     metrics = (
-        Metric("MAE", "mae", note=f"MAE, MSE: absolute and squared error {NOTE}"),
-        Metric("MSE", "mse", note=f"MAE, MSE: absolute and squared error {NOTE}"),
+        Metric("MAE", "mae", note=ERRORS),
+        Metric("MSE", "mse", note=ERRORS),
         Metric("to naive", "naive", note="to naive: MAE, one of the seasonal-naive forecast = 1"),
     )
 

@@ -275,6 +275,8 @@ def _step_memory(recipe: Recipe, data: Data) -> float:
         short = recipe.edit(batch=1, length=min(SHORT, recipe.as_dict()["length"]))
         _workload(short, short.task.load(short), True)()
     run = _workload(recipe, data, True)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
     before = peak_memory(device)
     run()
     return (peak_memory(device) - before) / 2**20
